@@ -1,0 +1,242 @@
+"""Typed recipes: YAML, checked key by key, with dotted overrides from the command line."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .types import TargetShape
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used; the message says what was found, what was expected and what to do."""
+
+
+class Strict(BaseModel):
+    """Base of every section: an unknown key is an error, never ignored."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class ExpectedShape(Strict):
+    """The target's shape as its published config gives it, so that a recipe can be dry-run without the Hub. It is
+    compared with the real config as soon as that is at hand."""
+
+    architecture: str
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float = 1e-6
+    max_positions: int = 2048
+    tied: bool = False
+    hidden_act: str = "silu"
+    rope: dict[str, Any] = Field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    parameters: int | None = Field(None, description="all parameters of the target, for the memory estimate")
+
+    def shape(self) -> TargetShape:
+        return TargetShape(**self.model_dump(exclude={"parameters"}))
+
+
+class TargetSection(Strict):
+    path: str = Field(description="Hub id, local folder, a .gguf file, or package:NAME for a GGUF inside a PyPI package")
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    attention: Literal["auto", "packed", "eager", "sdpa"] = Field("auto", description="auto: packed where exact")
+    trust_remote_code: bool = False
+    expect: ExpectedShape | None = None
+
+
+class DataSection(Strict):
+    train: list[str] = Field(description="JSONL, JSON or Parquet files, globs, folders, or hub:NAME[:SPLIT]")
+    eval: list[str] = Field(default_factory=list, description="held-out rows for the training's own evaluation")
+    max_length: int = Field(2048, ge=8, description="longer rows are dropped and counted, or cut, see `overlong`")
+    overlong: Literal["drop", "cut"] = "drop"
+    bad_lines: Literal["stop", "skip"] = Field("stop", description="what to do with a malformed line or row")
+    last_turn_only: bool = Field(False, description="supervise the last assistant turn alone")
+    system: str | None = Field(None, description="system message put before conversations that have none")
+    limit: int | None = Field(None, ge=1, description="use the first N rows only")
+    template_kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to the chat template")
+    add_generation_prompt_answer: bool = Field(
+        True, description="render the last answer as serving does: generation prompt + completion"
+    )
+
+
+class FeaturesSection(Strict):
+    mode: Literal["offline", "online"] = Field("offline", description="store features first, or compute while training")
+    dir: str | None = Field(None, description="feature store; default: OUTPUT/features")
+    dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"
+    shard_tokens: int = Field(65536, ge=1)
+    batch_tokens: int = Field(4096, ge=1, description="tokens of one capture forward")
+
+
+class Stage(Strict):
+    """Train at ``depth`` for ``fraction`` of the optimizer steps."""
+
+    fraction: float = Field(gt=0, le=1)
+    depth: int = Field(ge=1)
+
+
+class TrainSection(Strict):
+    lr: float = Field(1e-3, gt=0)
+    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: matrices by Muon, the rest by AdamW")
+    muon_lr: float = Field(1e-2, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup: float = Field(0.03, ge=0, description="fraction of the steps if below 1, else optimizer steps")
+    decay: float = Field(0.2, gt=0, le=1, description="wsd: fraction of the steps in the final decay")
+    min_lr: float = Field(0.0, ge=0, le=1, description="fraction of the peak at the end")
+    clip: float = Field(0.5, gt=0)
+    steps: int | None = Field(None, ge=1, description="optimizer steps; else `epochs` gives them")
+    epochs: float = Field(1.0, gt=0)
+    batch_tokens: int = Field(4096, ge=1, description="packed tokens of one micro-batch")
+    accumulation: int = Field(1, ge=1, description="micro-batches in one optimizer step, over all ranks")
+    depth_schedule: list[Stage] = Field(default_factory=list, description="empty: the head's full depth throughout")
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 where it has fast hardware")
+    seed: int = 0
+    eval_every: int = Field(200, ge=1)
+    save_every: int = Field(200, ge=1)
+    keep: int = Field(2, ge=1, description="checkpoints kept beside the best one")
+    log_every: int = Field(10, ge=1)
+    trackers: list[Literal["wandb", "tensorboard"]] = Field(default_factory=list)
+    max_bad_steps: int = Field(10, ge=1, description="non-finite steps in a row that stop the run")
+    init: Literal["target", "random"] = Field("target", description="start from the target's own tensors")
+    warm_start: str | None = Field(None, description="folder of a trained head to continue from")
+
+    @model_validator(mode="after")
+    def _stages_sum_to_one(self) -> TrainSection:
+        total = sum(s.fraction for s in self.depth_schedule)
+        if self.depth_schedule and abs(total - 1) > 1e-6:
+            raise ValueError(f"depth_schedule: the fractions sum to {total:g}, expected 1")
+        return self
+
+
+class EvalSection(Strict):
+    prompts: list[str] = Field(default_factory=list, description="held-out prompts that are decoded")
+    k: int = Field(5, ge=1, description="drafted tokens in a chain")
+    temperature: float = Field(0.0, ge=0)
+    max_new_tokens: int = Field(128, ge=1)
+    limit_per_route: int | None = Field(None, ge=1)
+    seed: int = 0
+
+
+class Recipe(Strict):
+    name: str
+    target: TargetSection
+    data: DataSection
+    features: FeaturesSection = Field(default_factory=FeaturesSection)
+    head: dict[str, Any] = Field(description="kind: one of the catalogue; the rest is that head's own section")
+    train: TrainSection = Field(default_factory=TrainSection)
+    eval: EvalSection = Field(default_factory=EvalSection)
+    output: str | None = Field(None, description="default: runs/NAME")
+
+    @model_validator(mode="after")
+    def _head_names_its_kind(self) -> Recipe:
+        if not isinstance(self.head.get("kind"), str):
+            raise ValueError("head: needs `kind`, for example `kind: eagle3`; `headtrain heads` lists them")
+        return self
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.output or f"runs/{self.name}")
+
+    @property
+    def features_dir(self) -> Path:
+        return Path(self.features.dir) if self.features.dir else self.output_dir / "features"
+
+
+def digest(value: Any) -> str:
+    """sha256 of a JSON-able value in canonical form."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def _names(model: type[BaseModel], path: tuple) -> list[str]:
+    """The valid keys of the section that the last element of ``path`` was found in."""
+    for part in path[:-1]:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        for candidate in (annotation, *getattr(annotation, "__args__", ())):
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                model = candidate
+                break
+    return list(model.model_fields)
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str) -> RecipeError:
+    """pydantic's error as lines that a person can act on, with the nearest valid name for an unknown key."""
+    lines = []
+    for item in error.errors():
+        path = tuple(item["loc"])
+        dotted = ".".join(map(str, path)) or "(recipe)"
+        if item["type"] == "extra_forbidden":
+            names = _names(model, path)
+            near = difflib.get_close_matches(str(path[-1]), names, n=1, cutoff=0.5)
+            hint = f"did you mean `{near[0]}`?" if near else f"valid names: {', '.join(names)}"
+            lines.append(f"{dotted}: unknown key; {hint}")
+        elif item["type"] == "missing":
+            lines.append(f"{dotted}: required but not given")
+        else:
+            lines.append(f"{dotted}: {item['msg'].removeprefix('Value error, ')} (found {item.get('input')!r})")
+    return RecipeError(f"{where}:\n  " + "\n  ".join(lines))
+
+
+def parse(model: type[Strict], data: Any, where: str) -> Any:
+    """Validate ``data`` as ``model``; raises RecipeError."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise explain(error, model, where) from None
+
+
+def apply_override(data: dict, override: str) -> None:
+    """Apply one ``a.b=value`` to nested dicts in place; the value is read as YAML (``1e-4`` is a number)."""
+    key, sign, text = override.partition("=")
+    if not sign or not key.strip():
+        raise RecipeError(f"override {override!r}: expected key=value, for example train.lr=1e-4")
+    *parents, last = key.strip().split(".")
+    node = data
+    for depth, part in enumerate(parents):
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict):
+            raise RecipeError(f"override {override!r}: {'.'.join(parents[: depth + 1])} is not a section")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    if isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    node[last] = value
+
+
+def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """Read a YAML recipe, apply overrides, validate. Raises RecipeError, FileNotFoundError."""
+    path = Path(path)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in Path("recipes").glob("*.yaml")], n=1)
+        raise RecipeError(f"no recipe at {path}" + (f"; did you mean recipes/{near[0]}?" if near else ""))
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    for override in overrides:
+        apply_override(data, override)
+    return parse(Recipe, data, str(path))

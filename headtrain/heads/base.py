@@ -1,0 +1,126 @@
+"""The head protocol: the one seam between draft heads and everything else.
+
+Capture, store, trainer, decoder and exporter know a head only through this file; they never learn its name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Strict
+from ..teacher import Teacher
+from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
+
+
+class HeadConfig(Strict):
+    """Base of each head's own section of the recipe. ``kind`` selects the head."""
+
+    kind: str
+
+
+@dataclass
+class ExportSpec:
+    """What one engine dialect loads for this head: tensors by their final names, and the keys of config.json.
+
+    ``expected`` gives the shape of every tensor as it follows from ``config`` alone, so that a folder can be
+    verified without the trained head.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    notes: list[str] = field(default_factory=list)
+
+
+class Session(ABC):
+    """Drafting for one sequence: a key/value cache over accepted tokens, and a scratch tree over guessed ones.
+
+    ``extend`` feeds the target's true features for newly accepted tokens, forgets all guesses and returns the
+    first draft distribution. ``expand`` walks from a node to its child: chains call it with one node a time, trees
+    with many. Logits are over the draft vocabulary; ``DraftHead.draft_ids`` maps it to the target's.
+    """
+
+    @abstractmethod
+    def extend(self, next_tokens: Tensor, layers: Tensor, final: Tensor) -> Tensor:
+        """next_tokens [n]: for each new position the token that *follows* it; layers [n, L, H], final [n, H].
+        Returns logits [Vd] float32 of the token after the last of ``next_tokens``: the root's distribution."""
+
+    @abstractmethod
+    def expand(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        """parents [n]: node numbers (-1: the root); tokens [n], in the target's vocabulary: the guess taken at that
+        parent. Creates n nodes, numbered on in order of creation since the last ``extend``, and returns their
+        next-token logits [n, Vd] float32."""
+
+
+class DraftHead(nn.Module, ABC):
+    """A draft head. Its parameters are what is trained; tensors shared with the target are buffers that are
+    attached, never saved."""
+
+    Config: ClassVar[type[HeadConfig]]
+
+    def __init__(self, config: HeadConfig, shape: TargetShape, draft_ids: Tensor | None) -> None:
+        """draft_ids: [Vd] sorted int64 target ids of the draft vocabulary, or None for the whole vocabulary."""
+        super().__init__()
+        self.config, self.shape = config, shape
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.shape.vocab_size if self.draft_ids is None else self.draft_ids.numel()
+
+    @classmethod
+    def uses_draft_vocab(cls, config: HeadConfig, shape: TargetShape) -> int | None:
+        """The size of the reduced draft vocabulary that this configuration asks for, or None."""
+        return None
+
+    @abstractmethod
+    def wants(self) -> Wants: ...
+
+    @abstractmethod
+    def attach(self, weights: TargetWeights) -> None:
+        """Share the target's frozen tensors (embedding, lm_head rows). Needed before loss and drafting."""
+
+    @abstractmethod
+    def init_from_target(self, weights: TargetWeights) -> list[str]:
+        """Start the trained parameters from the target's; returns what was done, for the log."""
+
+    @abstractmethod
+    def loss(self, batch: Batch, features: Features, teacher: Teacher, depth: int) -> LossSums:
+        """Loss and metrics of one packed batch, unrolled to ``depth`` (<= wants().depth). An all-masked batch gives
+        a finite zero with zero gradients."""
+
+    @abstractmethod
+    def session(self, max_length: int) -> Session: ...
+
+    @abstractmethod
+    def export_spec(self, dialect: str) -> ExportSpec:
+        """Tensors and config for ``dialect``; raises KeyError for one that this head has no form in."""
+
+    dialects: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    @abstractmethod
+    def expected_tensors(cls, dialect: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor that ``config`` (an exported config.json) implies; the strict readers
+        compare folders with it. Raises ValueError where the config contradicts itself."""
+
+    @classmethod
+    @abstractmethod
+    def from_export(
+        cls, dialect: str, config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape
+    ) -> DraftHead:
+        """Rebuild a head from an exported folder's config and (already verified) tensors."""
+
+    def no_decay(self, name: str, parameter: Tensor) -> bool:
+        return parameter.ndim < 2
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.named_parameters() if p.requires_grad}
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device

@@ -1,0 +1,38 @@
+"""The explicit table of heads: one line a head. Nothing else in the project lists them."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from torch import Tensor
+
+from ..config import RecipeError, parse
+from ..types import TargetShape
+from .base import DraftHead, HeadConfig
+from .eagle3 import Eagle3
+from .medusa import Medusa
+
+HEADS: dict[str, type[DraftHead]] = {
+    "eagle3": Eagle3,
+    "medusa": Medusa,
+}
+
+
+def head_class(kind: str) -> type[DraftHead]:
+    if kind not in HEADS:
+        near = difflib.get_close_matches(kind, HEADS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(HEADS)
+        raise RecipeError(f"head.kind: no head named {kind!r}; {hint}")
+    return HEADS[kind]
+
+
+def parse_head(section: dict[str, Any]) -> HeadConfig:
+    """The recipe's ``head`` section as that head's own typed config."""
+    kind = section.get("kind", "")
+    return parse(head_class(kind).Config, section, f"head ({kind})")
+
+
+def build_head(config: HeadConfig, shape: TargetShape, draft_ids: Tensor | None) -> DraftHead:
+    """A fresh head; ``draft_ids`` as chosen by ``vocab.choose`` where ``uses_draft_vocab`` asks for one."""
+    return head_class(config.kind)(config, shape, draft_ids)

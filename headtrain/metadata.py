@@ -1,0 +1,134 @@
+"""``headtrain.json``: what a head was made from, in every checkpoint and export."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .types import TargetShape
+
+SCHEMA_VERSION = 1
+FILE = "headtrain.json"
+
+
+class MetadataError(ValueError):
+    """A headtrain.json that is missing, unreadable, or of a schema that this version does not know."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TargetIdentity(_Part):
+    """Who the target is. ``weights``: sha256 by sampled tensor (embedding, lm_head, final norm, first, middle and
+    last layer); ``tokenizer``: sha256 of vocabulary, merges and added tokens; ``chat_template``: sha256 of the text."""
+
+    name: str
+    revision: str | None = None
+    shape: dict[str, Any]
+    dtype: str
+    quantization: str | None = None
+    weights: dict[str, str]
+    tokenizer: str
+    chat_template: str | None = None
+
+    def target_shape(self) -> TargetShape:
+        return TargetShape(**self.shape)
+
+    def differences(self, other: TargetIdentity) -> list[str]:
+        """One line for each item that differs, with both values; empty when features of one fit the other."""
+        lines = []
+        for name in ("shape", "dtype", "quantization", "weights", "tokenizer", "chat_template"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, dict):
+                for key in sorted({*mine, *theirs}):
+                    if mine.get(key) != theirs.get(key):
+                        lines.append(f"target {name}.{key}: {mine.get(key)!r} against {theirs.get(key)!r}")
+            elif mine != theirs:
+                lines.append(f"target {name}: {mine!r} against {theirs!r}")
+        return lines
+
+
+class HeadPart(_Part):
+    kind: str
+    config: dict[str, Any]
+    depth: int = Field(description="deepest draft that was trained")
+
+
+class FeaturesPart(_Part):
+    """layers: indices into hidden_states (0 = embedding output), un-normed; final: always post-norm here."""
+
+    layers: list[int]
+    convention: str = "hidden_states index, 0 = embedding output, un-normed"
+    final: str = "post-norm"
+
+
+class DraftVocabPart(_Part):
+    size: int
+    sha256: str | None = Field(None, description="of the sorted ids as int64; None: the whole vocabulary")
+
+
+class TrainingPart(_Part):
+    recipe_sha256: str
+    data_sha256: str
+    tokens: int = Field(0, description="supervised tokens seen")
+    steps: int = 0
+    seed: int = 0
+    max_length: int = Field(description="longest training row: positions beyond it are untrained")
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+class RouteAcceptance(_Part):
+    """Measured by lossless decoding: alpha[k-1] conditional, as [accepted, offered] pairs so that sums stay exact."""
+
+    k: int
+    temperature: float
+    tau: float
+    alpha: list[tuple[int, int]]
+    tokens: int
+    prompts: int
+
+
+class Metadata(_Part):
+    schema_version: int = SCHEMA_VERSION
+    head: HeadPart
+    target: TargetIdentity
+    features: FeaturesPart
+    draft_vocab: DraftVocabPart
+    training: TrainingPart | None = None
+    acceptance: dict[str, RouteAcceptance] = Field(default_factory=dict, description="by route, and `all`")
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / FILE, self.model_dump(mode="json"))
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Metadata:
+        path = Path(folder) / FILE
+        if not path.is_file():
+            raise MetadataError(f"{folder} has no {FILE}: not a head trained or exported by headtrain")
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise MetadataError(f"{path} is not valid JSON: {error}") from None
+        found = data.get("schema_version") if isinstance(data, dict) else None
+        if found != SCHEMA_VERSION:
+            raise MetadataError(f"{path}: schema version {found!r}, this headtrain reads {SCHEMA_VERSION}")
+        try:
+            return cls.model_validate(data)
+        except ValueError as error:
+            raise MetadataError(f"{path}: {error}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write atomically: temporary name, fsync, rename."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
