@@ -93,6 +93,17 @@ class RouteAcceptance(_Part):
     prompts: int
 
 
+class ExportPart(_Part):
+    """Only in exports. engine: the row of the engine table; method: what the engine calls this kind of head; probe:
+    whether the target's features on a short text lie beside it, for ``headtrain check``."""
+
+    engine: str
+    dialect: str
+    dtype: str
+    method: str = ""
+    probe: bool = False
+
+
 class Metadata(_Part):
     schema_version: int = SCHEMA_VERSION
     head: HeadPart
@@ -101,6 +112,7 @@ class Metadata(_Part):
     draft_vocab: DraftVocabPart
     training: TrainingPart | None = None
     acceptance: dict[str, RouteAcceptance] = Field(default_factory=dict, description="by route, and `all`")
+    export: ExportPart | None = None
 
     def write(self, folder: Path) -> None:
         write_json(folder / FILE, self.model_dump(mode="json"))

@@ -27,13 +27,15 @@ class HeadConfig(Strict):
 class ExportSpec:
     """What one engine dialect loads for this head: tensors by their final names, and the keys of config.json.
 
-    ``expected`` gives the shape of every tensor as it follows from ``config`` alone, so that a folder can be
-    verified without the trained head.
+    ``DraftHead.expected_tensors`` gives the shape of every tensor as it follows from ``config`` alone, so that a
+    folder can be verified without the trained head. method: the name by which the engine's launch command calls this
+    kind of head. notes: what a user of that engine must know about this head.
     """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     notes: list[str] = field(default_factory=list)
+    method: str = ""
 
 
 class Session(ABC):
