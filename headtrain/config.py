@@ -49,7 +49,9 @@ class ExpectedShape(Strict):
 
 
 class TargetSection(Strict):
-    path: str = Field(description="Hub id, local folder, a .gguf file, or package:NAME for a GGUF inside a PyPI package")
+    path: str = Field(
+        description="Hub id, local folder, a .gguf file, or package:NAME for a GGUF inside a PyPI package"
+    )
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     attention: Literal["auto", "packed", "eager", "sdpa"] = Field("auto", description="auto: packed where exact")

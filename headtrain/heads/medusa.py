@@ -1,0 +1,234 @@
+"""Medusa-1 (Cai et al. 2024, arXiv 2401.10774): K heads on the target's final feature, each drafting one depth.
+
+Head k reads ``final`` at position i and drafts token i+1+k (token i+1 is the target's own). A head is ``num_layers``
+residual blocks x + SiLU(W x + b), then a linear to the vocabulary: its own, or the target's lm_head shared by all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from .. import vocab
+from ..losses import HardTargets, SoftTargets, align, vocab_loss, zero_sums
+from ..shift import pair_mask
+from ..teacher import Teacher
+from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
+from .base import DraftHead, ExportSpec, HeadConfig, Session
+
+ARCHITECTURE = "MedusaModel"
+
+
+class MedusaConfig(HeadConfig):
+    kind: Literal["medusa"] = "medusa"
+    num_heads: int = Field(4, ge=1, description="K: one head a depth")
+    num_layers: int = Field(1, ge=1, description="residual blocks in a head")
+    own_lm_head: bool = Field(True, description="a linear to the vocabulary for each head; false: the target's lm_head")
+    labels: Literal["hard", "soft"] = Field("hard", description="hard: the token that followed; soft: the target's p")
+    depth_decay: float = Field(0.8, gt=0, le=1, description="head k is weighted depth_decay^k")
+    draft_vocab_size: int | None = Field(None, ge=1, description="reduced vocabulary of the own lm_heads")
+
+
+class _Block(nn.Module):
+    """x + SiLU(W x + b), an exact identity at the start."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.silu(nn.functional.linear(x, self.weight, self.bias))
+
+
+class _Blocks(nn.Module):
+    def __init__(self, size: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block(size) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.layers:
+            x = block(x)
+        return x
+
+
+class Medusa(DraftHead):
+    Config = MedusaConfig
+    dialects = ("vllm",)
+
+    def __init__(self, config: MedusaConfig, shape: TargetShape, draft_ids: Tensor | None) -> None:
+        super().__init__(config, shape, draft_ids)
+        if config.draft_vocab_size is not None and not config.own_lm_head:
+            raise ValueError("head: draft_vocab_size needs own_lm_head=true; a shared lm_head is the target's own")
+        size = shape.hidden_size
+        self.blocks = nn.ModuleList(_Blocks(size, config.num_layers) for _ in range(config.num_heads))
+        if config.own_lm_head:
+            self.lm_heads = nn.ModuleList(
+                nn.Linear(size, self.draft_vocab_size, bias=False) for _ in range(config.num_heads)
+            )
+        self.register_buffer("shared_lm_head", None, persistent=False)
+        self.register_buffer("to_draft", None, persistent=False)
+        if draft_ids is not None:
+            self.to_draft = vocab.inverse(draft_ids, shape.vocab_size)
+
+    @classmethod
+    def uses_draft_vocab(cls, config: MedusaConfig, shape: TargetShape) -> int | None:
+        size = config.draft_vocab_size
+        return None if size is None or size >= shape.vocab_size else size
+
+    def wants(self) -> Wants:
+        return Wants(layers=(), final="supervised", depth=self.config.num_heads)
+
+    def attach(self, weights: TargetWeights) -> None:
+        if not self.config.own_lm_head:
+            self.shared_lm_head = weights.lm_head.detach()
+
+    def init_from_target(self, weights: TargetWeights) -> list[str]:
+        if not self.config.own_lm_head:
+            return ["blocks = identity; lm_head shared with the target"]
+        rows = weights.lm_head if self.draft_ids is None else weights.lm_head[self.draft_ids]
+        with torch.no_grad():
+            for lm_head in self.lm_heads:
+                lm_head.weight.copy_(rows)
+        return ["blocks = identity", "every lm_head = the target's rows"]
+
+    def _lm_heads(self) -> list[Tensor]:
+        if self.config.own_lm_head:
+            return [lm_head.weight for lm_head in self.lm_heads]
+        if self.shared_lm_head is None:
+            raise RuntimeError("the target's lm_head is not attached: call attach(target weights) first")
+        return [self.shared_lm_head]
+
+    def loss(self, batch: Batch, features: Features, teacher: Teacher, depth: int) -> LossSums:
+        pairs = pair_mask(batch, depth)
+        start = pairs[0].nonzero().squeeze(1)
+        if start.numel() == 0:
+            return zero_sums(depth, list(self.trainable().values()))
+        count = start.numel()
+        parameter = self.blocks[0].layers[0].weight
+        final = features.final[torch.searchsorted(features.final_at, start)].to(parameter.dtype)
+        hidden = align([self.blocks[s](final[: max(count - s, 0)]) for s in range(depth)])
+        by_teacher = torch.zeros(depth, count, dtype=torch.bool, device=hidden.device)
+        for s in range(min(depth, count)):
+            by_teacher[s, s:] = pairs[s, start[: count - s]]
+        where = torch.searchsorted(features.final_at, start + 1)
+        greedy, labels = features.argmax[where], batch.ids[start + 2]
+        if self.to_draft is not None:
+            greedy, labels = self.to_draft[greedy], self.to_draft[labels]
+        if self.config.labels == "hard":
+            targets = HardTargets(labels=labels, greedy=greedy)
+        else:
+            restricted = teacher if self.draft_ids is None else teacher.restricted(self.draft_ids)
+            targets = SoftTargets(features.final[where], restricted, greedy, features.lse[where])
+        weight = self.config.depth_decay ** torch.arange(1, depth + 1, dtype=torch.float32)
+        lm_heads = self._lm_heads()
+        return vocab_loss(hidden, lm_heads[:depth], targets, by_teacher, weight)
+
+    def session(self, max_length: int) -> Session:
+        return _MedusaSession(self)
+
+    # -- export: vLLM's MedusaModel ----------------------------------------------------------------------------
+
+    def export_spec(self, dialect: str) -> ExportSpec:
+        if dialect != "vllm":
+            raise KeyError(dialect)
+        config = {
+            "architectures": [ARCHITECTURE],
+            "model_type": "medusa",
+            "hidden_size": self.shape.hidden_size,
+            "vocab_size": self.shape.vocab_size,
+            "num_heads": self.config.num_heads,
+            "num_hidden_layers": self.config.num_layers,
+            "medusa_fc_bias": True,
+            "original_lm_head": not self.config.own_lm_head,
+        }
+        tensors = dict(self.state_dict())
+        if not self.config.own_lm_head:
+            tensors["lm_head.weight"] = self._lm_heads()[0]
+        if self.draft_ids is not None:
+            config["truncated_vocab_size"] = self.draft_vocab_size
+            tensors["token_map"] = self.draft_ids
+        return ExportSpec(config=config, tensors=tensors, method="medusa")
+
+    @classmethod
+    def expected_tensors(cls, dialect: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        if dialect != "vllm":
+            raise KeyError(dialect)
+        if config.get("architectures") != [ARCHITECTURE]:
+            raise ValueError(f"architectures {config.get('architectures')!r}, expected [{ARCHITECTURE!r}]")
+        if not config.get("medusa_fc_bias"):
+            raise ValueError("medusa_fc_bias is not true: the engine would ignore the blocks' biases")
+        size, whole = config["hidden_size"], config["vocab_size"]
+        draft = config.get("truncated_vocab_size", whole)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for i in range(config["num_heads"]):
+            for j in range(config["num_hidden_layers"]):
+                shapes[f"blocks.{i}.layers.{j}.weight"] = (size, size)
+                shapes[f"blocks.{i}.layers.{j}.bias"] = (size,)
+            if not config["original_lm_head"]:
+                shapes[f"lm_heads.{i}.weight"] = (draft, size)
+        if config["original_lm_head"]:
+            shapes["lm_head.weight"] = (whole, size)
+        if draft < whole:
+            shapes["token_map"] = (draft,)
+        return shapes
+
+    @classmethod
+    def from_export(
+        cls, dialect: str, config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape
+    ) -> DraftHead:
+        from .io import load_strict
+
+        cls.expected_tensors(dialect, config)
+        tensors = dict(tensors)
+        ids, shared = tensors.pop("token_map", None), tensors.pop("lm_head.weight", None)
+        if ids is not None:
+            vocab.validate(ids, config["vocab_size"])
+        elif config.get("truncated_vocab_size", config["vocab_size"]) < config["vocab_size"]:
+            raise ValueError("truncated_vocab_size without its token_map")
+        own = shape.replace(hidden_size=config["hidden_size"], vocab_size=config["vocab_size"])
+        head = cls(
+            MedusaConfig(
+                num_heads=config["num_heads"],
+                num_layers=config["num_hidden_layers"],
+                own_lm_head=not config["original_lm_head"],
+                draft_vocab_size=config.get("truncated_vocab_size"),
+            ),
+            own,
+            ids,
+        )
+        load_strict(head, tensors, f"{dialect} export")
+        head.shared_lm_head = shared
+        return head
+
+
+class _MedusaSession(Session):
+    """Every head reads the same feature: guesses change nothing, only their depth selects the head."""
+
+    def __init__(self, head: Medusa) -> None:
+        self.head, self.lm_heads = head, head._lm_heads()
+
+    def _logits(self, depth: int) -> Tensor:
+        """[Vd] of the head for 0-based ``depth``."""
+        if depth >= self.head.config.num_heads:
+            raise ValueError(f"{depth + 1} tokens drafted, but there are {self.head.config.num_heads} heads")
+        if depth not in self.cache:
+            weight = self.lm_heads[depth if len(self.lm_heads) > 1 else 0]
+            self.cache[depth] = nn.functional.linear(self.head.blocks[depth](self.final), weight)[0].float()
+        return self.cache[depth]
+
+    @torch.no_grad()
+    def extend(self, next_tokens: Tensor, layers: Tensor, final: Tensor) -> Tensor:
+        self.final = final[-1:].to(self.head.blocks[0].layers[0].weight.dtype)
+        self.cache: dict[int, Tensor] = {}
+        self.depths: list[int] = []
+        return self._logits(0)
+
+    @torch.no_grad()
+    def expand(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        depths = [1 if p < 0 else self.depths[p] + 1 for p in parents.tolist()]
+        self.depths += depths
+        return torch.stack([self._logits(d) for d in depths])

@@ -1,0 +1,80 @@
+"""The pieces of a Llama-like decoder layer that heads are built from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .types import TargetShape
+
+
+class RMSNorm(nn.Module):
+    """x * rsqrt(mean(x^2) + eps) * weight, in float32 inside (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+class Rope(nn.Module):
+    """Rotary position embedding in transformers' conventions (half rotation), for every rope_type it knows."""
+
+    def __init__(self, shape: TargetShape) -> None:
+        super().__init__()
+        from transformers import LlamaConfig  # deferred: importing headtrain stays light
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        self.table = LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=shape.hidden_size,
+                num_attention_heads=shape.num_heads,
+                head_dim=shape.head_dim,
+                max_position_embeddings=shape.max_positions,
+                rope_parameters=dict(shape.rope),
+            )
+        )
+        for name in list(self.table._buffers):  # computed from the config: never part of a checkpoint
+            self.table._non_persistent_buffers_set.add(name)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [n] -> cos, sin [n, 1, d] float32, to broadcast over heads."""
+        cos, sin = self.table(torch.empty((), dtype=torch.float32, device=positions.device), positions.unsqueeze(0))
+        return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [n, heads, d] turned by the angles of its positions."""
+    a, b = x.float().chunk(2, -1)
+    half = cos.shape[-1] // 2
+    c, s = cos[..., :half], sin[..., :half]
+    return torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x)) (SwiGLU and kin)."""
+
+    def __init__(self, hidden: int, intermediate: int, act: str = "silu") -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.act = _ACTIVATIONS[act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_new": _gelu_tanh,
+}
