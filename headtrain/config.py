@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -220,10 +221,8 @@ def apply_override(data: dict, override: str) -> None:
     except yaml.YAMLError:
         value = text
     if isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     node[last] = value
 
 

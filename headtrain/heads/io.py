@@ -48,7 +48,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of one safetensors file; a damaged file is a ValueError that names it."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: {error}") from None
 
