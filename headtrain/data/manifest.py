@@ -1,0 +1,161 @@
+"""What a feature store says about itself: the manifest, the record beside each shard, the plan and its size."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..metadata import TargetIdentity
+from ..types import Wants
+from .quantize import ROW_BYTES, Form, bytes_per_token
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+class StoreError(ValueError):
+    """Features that are absent, damaged, or made from something else; the message says what to do."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Manifest(_Part):
+    """What a store holds. ``shards``: row boundaries of the shards, [number of shards + 1], starting at 0.
+    ``settings``: the recipe's data section, which only explains a difference in ``rows_sha256``."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    target: TargetIdentity
+    layers: list[int]
+    final: Literal["supervised", "all"]
+    normed: Literal["post-norm"] = Field(description="no default: a store that does not say is refused")
+    dtype: Form
+    summary: bool
+    rows: int
+    tokens: int
+    finals: int
+    rows_sha256: str
+    max_length: int
+    shards: list[int]
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.target.shape["hidden_size"]
+
+    @property
+    def template_sha256(self) -> str | None:
+        return self.target.chat_template
+
+    def bytes(self, tokens: int, finals: int, rows: int) -> int:
+        """Size on disk of so many tokens, kept finals and rows."""
+        share = finals / max(tokens, 1)
+        each = bytes_per_token(self.hidden_size, len(self.layers), self.dtype, "supervised", share)
+        return round(each * tokens) + ROW_BYTES * rows
+
+    def unmet(self, wants: Wants) -> list[str]:
+        """Lines on what a head wants and this store does not hold (stored / wanted)."""
+        pairs = {
+            "layers": (self.layers, list(wants.layers)),
+            "final": (self.final, wants.final),
+            "summary": (self.summary, wants.summary or self.summary),
+        }
+        return [f"{name}: {have} / {want}" for name, (have, want) in pairs.items() if have != want]
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Manifest:
+        """Raises StoreError."""
+        path = Path(folder) / MANIFEST
+        if not path.is_file():
+            raise StoreError(f"{folder} holds no features ({MANIFEST} is missing); run `headtrain capture` first")
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise StoreError(f"{path} is not valid JSON: {error}") from None
+        found = data.get("schema_version") if isinstance(data, dict) else None
+        if found != SCHEMA_VERSION:
+            raise StoreError(f"{path}: schema version {found!r}, this headtrain reads {SCHEMA_VERSION}; capture again")
+        if data.get("normed") != "post-norm":
+            raise StoreError(
+                f"{path}: `normed` is {data.get('normed', 'not given')!r}, expected 'post-norm': without knowing that "
+                "the target's final norm was applied once, the teacher's logits would be wrong; capture again"
+            )
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise StoreError(f"{path}: {error}") from None
+
+
+def differences(stored: Manifest, wanted: Manifest) -> list[str]:
+    """One line for each item that differs, old value / new value. Names and revisions of targets whose weights are
+    equal do not count."""
+    lines = [line.replace(" against ", " / ") for line in stored.target.differences(wanted.target)]
+    for name in Manifest.model_fields:
+        old, new = getattr(stored, name), getattr(wanted, name)
+        if old == new or name in ("target", "settings"):
+            continue
+        if name == "shards":
+            old, new = f"{len(old) - 1} shards", f"{len(new) - 1} shards, other boundaries"
+        lines.append(f"{name}: {old} / {new}")
+    if stored.rows_sha256 != wanted.rows_sha256:
+        for key in sorted({*stored.settings, *wanted.settings}):
+            old, new = stored.settings.get(key), wanted.settings.get(key)
+            if old != new:
+                lines.append(f"  (data.{key}: {old!r} / {new!r})")
+    return lines
+
+
+class ShardRecord(_Part):
+    """The small JSON beside a shard; its presence says that the shard is whole."""
+
+    sha256: str
+    bytes: int
+    lengths: list[int] = Field(description="tokens of each row")
+    finals: list[int] = Field(description="kept final features of each row")
+    sources: list[str]
+    routes: list[str]
+
+
+def shard_file(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05d}.safetensors"
+
+
+def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[int]:
+    """Row boundaries of shards of at most ``shard_tokens`` tokens; a longer row has a shard of its own."""
+    cuts, used = [0], 0
+    for row, n in enumerate(lengths):
+        if used and used + n > shard_tokens:
+            cuts.append(row)
+            used = 0
+        used += n
+    return [*cuts, len(lengths)] if lengths else [0]
+
+
+def human(size: float) -> str:
+    """Bytes in decimal units, as disks are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB" if size < 1000 else f"{size:,.0f} TB"
+
+
+def check_disk(folder: str | Path, needed: int, detail: str = "") -> int:
+    """Free bytes where ``folder`` lies or will lie; raises StoreError where ``needed`` bytes do not fit."""
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise StoreError(
+            f"the features need {human(needed)}, {place} has {human(free)} free{detail}. Nothing was captured. "
+            "Remedies: features.dtype=int8 (about half of bfloat16), features.mode=online (no disk; the target runs "
+            "during training), data.limit=N (fewer rows), or features.dir=ANOTHER_DISK"
+        )
+    return free

@@ -1,0 +1,388 @@
+"""The feature store: the target's hidden states on disk, row by row, so that training never runs the target.
+
+    manifest.json               what the features are; written first, and what every resume is compared with
+    shard-00000.safetensors     whole rows: tokens, layers, final features
+    shard-00000.json            its checksum, written last: a shard without it is not complete
+
+Tensors of a shard of n tokens, R rows, m kept finals: ``ids``, ``turn`` int32 [n]; ``cu``, ``final_cu`` int64 [R+1]
+(boundaries of the rows in tokens and in finals); ``row_hash`` uint8 [R, 32]; ``layers`` [n, L, H] in the store's form
+and, for int8, ``layers_scale`` float32 [n, L]; ``final_at`` int32 [m], relative to its row; ``final`` [m, H] post-norm;
+and where a summary was wanted ``argmax`` int32 [m] and ``lse`` float32 [m].
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..metadata import write_json
+from ..shift import final_positions
+from ..types import Batch, Features, Row
+from .manifest import (
+    MANIFEST,
+    Manifest,
+    ShardRecord,
+    StoreError,
+    check_disk,
+    differences,
+    human,
+    plan_shards,
+    shard_file,
+)
+from .quantize import LAYER_DTYPE, bytes_per_token, decode, encode, final_dtype
+
+__all__ = [
+    "FeatureStore",
+    "Manifest",
+    "ShardRecord",
+    "ShardWriter",
+    "StoreError",
+    "StoreWriter",
+    "bytes_per_token",
+    "check_disk",
+    "differences",
+    "human",
+    "plan_shards",
+    "row_hash",
+    "shard_file",
+]
+
+
+def row_hash(ids: Tensor, turn: Tensor) -> bytes:
+    """sha256 of a row's tokens and turn marks as int32."""
+    both = torch.stack([ids, turn]).to(torch.int32).contiguous()
+    return hashlib.sha256(both.numpy().tobytes()).digest()
+
+
+class StoreWriter:
+    """Writes a store shard by shard; complete shards of an interrupted capture are kept.
+
+    Raises StoreError where the folder's manifest differs, with every difference (old / new), where shards lie there
+    without a manifest, and where another process is writing.
+    """
+
+    def __init__(self, folder: str | Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = Path(folder), manifest
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.folder / "capture.lock", "w")  # noqa: SIM115 - held until close
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise StoreError(f"another process is capturing into {self.folder}; wait for it or stop it") from None
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        if (self.folder / MANIFEST).is_file():
+            lines = differences(Manifest.read(self.folder), self.manifest)
+            if lines:
+                raise StoreError(
+                    f"{self.folder} holds features made otherwise (stored / now):\n  "
+                    + "\n  ".join(lines)
+                    + "\nSet features.dir to another folder, or delete this one"
+                )
+        elif any(self.folder.glob("shard-*")):
+            raise StoreError(f"{self.folder} holds shards without {MANIFEST}: delete them or choose another folder")
+        else:
+            write_json(self.folder / MANIFEST, self.manifest.model_dump(mode="json"))
+        for leftover in self.folder.glob("*.tmp"):
+            leftover.unlink()
+
+    def todo(self) -> list[int]:
+        """Numbers of the shards that are not complete."""
+        return [n for n in range(len(self.manifest.shards) - 1) if not self._complete(n)]
+
+    def _complete(self, number: int) -> bool:
+        path = shard_file(self.folder, number)
+        try:
+            record = ShardRecord.model_validate_json(path.with_suffix(".json").read_text(encoding="utf-8"))
+            return path.stat().st_size == record.bytes
+        except (OSError, ValueError):
+            return False
+
+    def shard(self, number: int, rows: Sequence[Row]) -> ShardWriter:
+        """Start shard ``number`` over its rows (all of them: manifest.shards[number] to [number + 1])."""
+        first, end = self.manifest.shards[number : number + 2]
+        if len(rows) != end - first:
+            raise StoreError(f"shard {number}: {len(rows)} rows, the plan says {end - first}")
+        return ShardWriter(shard_file(self.folder, number), self.manifest, rows)
+
+    def close(self) -> None:
+        self._lock.close()  # releases the lock
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ShardWriter:
+    """One shard in memory, in its stored form; ``add`` features run by run, then ``close``."""
+
+    def __init__(self, path: Path, manifest: Manifest, rows: Sequence[Row]) -> None:
+        self.path, self.manifest, self.rows = path, manifest, rows
+        self.batch = Batch.pack(rows)
+        everything = torch.arange(len(self.batch))
+        self.final_at = everything if manifest.final == "all" else final_positions(self.batch)
+        n, m, layers, hidden = len(self.batch), len(self.final_at), len(manifest.layers), manifest.hidden_size
+        self.layers = torch.empty(n, layers, hidden, dtype=LAYER_DTYPE[manifest.dtype])
+        self.scale = torch.empty(n, layers) if manifest.dtype == "int8" else None
+        self.final = torch.empty(m, hidden, dtype=final_dtype(manifest.dtype))
+        self.argmax = torch.empty(m, dtype=torch.int32) if manifest.summary else None
+        self.lse = torch.empty(m) if manifest.summary else None
+        self.done = self.finals_done = 0
+
+    def add(self, features: Features) -> None:
+        """Features of the next tokens of the shard: any run of whole rows, packed. Raises StoreError where they do not
+        belong to those rows or are not finite."""
+        a, f = self.done, self.finals_done
+        b, g = a + features.layers.shape[0], f + features.final.shape[0]
+        where = f"{self.path.name}, tokens {a} to {b}"
+        expected = self.final_at[(self.final_at >= a) & (self.final_at < b)] - a
+        if not torch.equal(features.final_at.cpu(), expected) or g - f != len(expected):
+            raise StoreError(f"{where}: final features at other positions than the rows' supervised ones")
+        if features.layers.shape != (b - a, *self.layers.shape[1:]) or features.final.shape[1:] != self.final.shape[1:]:
+            raise StoreError(f"{where}: layers {tuple(features.layers.shape)}, planned {tuple(self.layers.shape)}")
+        for name in ("layers", "final"):
+            if not bool(getattr(features, name).isfinite().all()):
+                raise StoreError(f"{where} (first row {self._row_at(a).source}): non-finite {name}; try another dtype")
+        values, scale = encode(features.layers, self.manifest.dtype)
+        self.layers[a:b], self.final[f:g] = values, features.final
+        if self.scale is not None:
+            self.scale[a:b] = scale
+        if self.argmax is not None and self.lse is not None:
+            if features.argmax is None or features.lse is None:
+                raise StoreError(f"{where}: no argmax and lse although the manifest wants a summary")
+            self.argmax[f:g], self.lse[f:g] = features.argmax, features.lse
+        self.done, self.finals_done = b, g
+
+    def _row_at(self, token: int) -> Row:
+        return self.rows[int(self.batch.doc[token])]
+
+    def close(self) -> None:
+        """Write the shard, then its record, each atomically."""
+        batch, n = self.batch, len(self.batch)
+        if self.done != n:
+            raise StoreError(f"{self.path.name}: features of {self.done} of {n} tokens were given")
+        rows_of_finals = batch.doc[self.final_at]
+        finals = torch.bincount(rows_of_finals, minlength=len(self.rows))
+        parts = [(torch.tensor(row.ids), torch.tensor(row.turn)) for row in self.rows]
+        hashes = b"".join(row_hash(*part) for part in parts)
+        tensors = {
+            "ids": batch.ids.to(torch.int32),
+            "turn": torch.cat([turn for _, turn in parts]).to(torch.int32),
+            "cu": batch.cu,
+            "final_cu": torch.nn.functional.pad(finals.cumsum(0), (1, 0)),
+            "row_hash": torch.frombuffer(bytearray(hashes), dtype=torch.uint8).view(-1, 32),
+            "layers": self.layers,
+            "layers_scale": self.scale,
+            "final": self.final,
+            "final_at": batch.pos[self.final_at].to(torch.int32),
+            "argmax": self.argmax,
+            "lse": self.lse,
+        }
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, temporary)
+        with open(temporary, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        record = ShardRecord(
+            sha256=digest,
+            bytes=temporary.stat().st_size,
+            lengths=[len(row) for row in self.rows],
+            finals=finals.tolist(),
+            sources=[row.source for row in self.rows],
+            routes=[row.route for row in self.rows],
+        )
+        os.replace(temporary, self.path)
+        write_json(self.path.with_suffix(".json"), record.model_dump(mode="json"))
+
+
+class FeatureStore:
+    """A finished store, read by memory-mapping: a row costs only its own bytes.
+
+    verify: check a shard's sha256 when it is first touched (once in this object's life; it reads the whole shard, so
+    with several ranks let one do it, see ``verify_all``). rows: the rows that the data gives now; a stored row whose
+    tokens differ is refused by name. Raises StoreError. One reader thread at a time.
+    """
+
+    def __init__(self, folder: str | Path, *, verify: bool = True, rows: Sequence[Row] | None = None) -> None:
+        self.folder, self.verify, self.expected = Path(folder), verify, rows
+        self.manifest = Manifest.read(folder)
+        self._cuts = self.manifest.shards
+        self._open: dict[int, dict[str, Any]] = {}
+        self.records = [self._record(number) for number in range(len(self._cuts) - 1)]
+        self.lengths = [n for record in self.records for n in record.lengths]
+        if rows is not None and len(rows) != len(self):
+            raise StoreError(f"{folder} holds {len(self)} rows, the data has {len(rows)}; capture into another folder")
+
+    def __len__(self) -> int:
+        return self.manifest.rows
+
+    def _record(self, number: int) -> ShardRecord:
+        path = shard_file(self.folder, number)
+        rows = self._cuts[number + 1] - self._cuts[number]
+        again = "run the capture again (complete shards are kept)"
+        try:
+            record = ShardRecord.model_validate_json(path.with_suffix(".json").read_text(encoding="utf-8"))
+            size = path.stat().st_size
+        except FileNotFoundError as error:
+            name = Path(error.filename).name
+            raise StoreError(
+                f"{self.folder}: {name} is missing (shard {number + 1} of {len(self._cuts) - 1}): the capture did not "
+                f"finish, or the file was deleted; {again}"
+            ) from None
+        except ValueError as error:
+            raise StoreError(f"{path.with_suffix('.json')} is damaged ({error}); delete it and {again}") from None
+        if size != record.bytes:
+            raise StoreError(f"{path} is truncated: {size} bytes, expected {record.bytes}; {again}")
+        if len(record.lengths) != rows:
+            raise StoreError(f"{path.with_suffix('.json')} lists {len(record.lengths)} rows, the manifest {rows}")
+        return record
+
+    def _shard(self, number: int) -> dict[str, Any]:
+        """The shard's tensors: small ones in memory, wide ones as slices into the mapped file; checked once."""
+        if number not in self._open:
+            path, record = shard_file(self.folder, number), self.records[number]
+            if self.verify:
+                with open(path, "rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                if found != record.sha256:
+                    raise StoreError(
+                        f"{path} is damaged: sha256 {found[:16]}..., its record says {record.sha256[:16]}...; delete "
+                        f"{path.with_suffix('.json').name} and run the capture again (other shards are kept)"
+                    )
+            try:
+                file = safe_open(path, framework="pt")
+                names = set(file.keys())
+                missing = set(self._layout(number)) ^ names
+                if missing:
+                    raise StoreError(f"{path}: tensors missing or unknown: {', '.join(sorted(missing))}")
+                tensors = {name: file.get_slice(name) for name in names}
+            except (SafetensorError, OSError) as error:
+                raise StoreError(f"{path}: {error}; delete it and run the capture again") from None
+            self._check(number, path, tensors)
+            self._open[number] = tensors
+        return self._open[number]
+
+    def _layout(self, number: int) -> dict[str, list[int]]:
+        """Name -> shape of every tensor of a shard, from its record and the manifest alone."""
+        record, of = self.records[number], self.manifest
+        n, m, rows = sum(record.lengths), sum(record.finals), len(record.lengths)
+        shapes = {"ids": [n], "turn": [n], "cu": [rows + 1], "final_cu": [rows + 1], "row_hash": [rows, 32]}
+        shapes |= {"layers": [n, len(of.layers), of.hidden_size], "final": [m, of.hidden_size], "final_at": [m]}
+        if of.dtype == "int8":
+            shapes["layers_scale"] = [n, len(of.layers)]
+        if of.summary:
+            shapes |= {"argmax": [m], "lse": [m]}
+        return shapes
+
+    def _check(self, number: int, path: Path, tensors: dict[str, Any]) -> None:
+        """Shapes, boundaries and the hash of every row; keeps the small tensors in memory."""
+        for name, shape in self._layout(number).items():
+            if tensors[name].get_shape() != shape:
+                raise StoreError(f"{path}: {name} has shape {tensors[name].get_shape()}, expected {shape}")
+        for name in ("ids", "turn", "cu", "final_cu", "row_hash"):
+            tensors[name] = tensors[name][:].clone()
+        record, cu = self.records[number], tensors["cu"]
+        if cu.diff().tolist() != record.lengths or tensors["final_cu"].diff().tolist() != record.finals:
+            raise StoreError(f"{path}: row boundaries differ from its record; capture again")
+        for local, (a, b) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)):
+            row = self._cuts[number] + local
+            stored = row_hash(tensors["ids"][a:b], tensors["turn"][a:b])
+            name = f"{path}: row {row} ({record.sources[local]})"
+            if stored != tensors["row_hash"][local].numpy().tobytes():
+                raise StoreError(f"{name}: its tokens do not match its own hash; capture again")
+            if self.expected is None:
+                continue
+            want = self.expected[row]
+            if b - a != len(want):
+                raise StoreError(
+                    f"{name}: {b - a} tokens stored, the data has {len(want)} ({want.source}); capture again"
+                )
+            if stored != row_hash(torch.tensor(want.ids), torch.tensor(want.turn)):
+                raise StoreError(f"{name}: other tokens than the data's row ({want.source}); capture again")
+
+    def verify_all(self) -> None:
+        """Open and check every shard now; raises StoreError at the first damaged one."""
+        for number in range(len(self.records)):
+            self._shard(number)
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        number = bisect_right(self._cuts, row) - 1
+        return number, row - self._cuts[number]
+
+    def _parts(self, row: int) -> dict[str, Tensor]:
+        """The row's slices, as stored; wide ones are views into the mapped file."""
+        number, local = self._locate(row)
+        tensors = self._shard(number)
+        a, b = tensors["cu"][local : local + 2].tolist()
+        f, g = tensors["final_cu"][local : local + 2].tolist()
+        by_token = ("ids", "turn", "layers", "layers_scale")
+        return {
+            name: tensors[name][a:b] if name in by_token else tensors[name][f:g]
+            for name in (*by_token, "final", "final_at", "argmax", "lse")
+            if name in tensors
+        }
+
+    def row(self, index: int) -> Row:
+        """The row's tokens without its features."""
+        number, local = self._locate(index)
+        tensors, record = self._shard(number), self.records[number]
+        a, b = tensors["cu"][local : local + 2].tolist()
+        ids, turn = tensors["ids"][a:b].tolist(), tensors["turn"][a:b].tolist()
+        return Row(ids, turn, record.sources[local], record.routes[local])
+
+    def read(self, index: int) -> tuple[Row, Features]:
+        """One row and its features (``final_at`` counts inside the row)."""
+        return self.row(index), self.batch([index])[1]
+
+    def batch(self, indices: Sequence[int]) -> tuple[Batch, Features]:
+        """Rows packed one after the other, as ``Batch.pack`` does, with the features that the target gives for that
+        batch in the store's form (int8 comes back as float32). Everything is copied out of the mapped files."""
+        parts = [self._parts(index) for index in indices]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        batch = pack(joined["ids"], joined["turn"], [len(part["ids"]) for part in parts])
+        starts = batch.cu[:-1].repeat_interleave(torch.tensor([len(part["final_at"]) for part in parts]))
+        argmax = joined.get("argmax")
+        return batch, Features(
+            layers=decode(joined["layers"], joined.get("layers_scale")),
+            final_at=joined["final_at"].long() + starts,
+            final=joined["final"],
+            argmax=None if argmax is None else argmax.long(),
+            lse=joined.get("lse"),
+        )
+
+
+def pack(ids: Tensor, turn: Tensor, lengths: Sequence[int]) -> Batch:
+    """``Batch.pack`` from tensors [T] and row lengths, without a Python step for each token."""
+    sizes = torch.tensor(lengths)
+    cu = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+    doc = torch.arange(len(sizes)).repeat_interleave(sizes)
+    turn = turn.long()
+    turns = torch.zeros(len(sizes), dtype=torch.int64).scatter_reduce_(0, doc, turn, "amax")
+    before = turns.cumsum(0) - turns
+    return Batch(
+        ids=ids.long(),
+        doc=doc,
+        pos=torch.arange(len(doc)) - cu[doc],
+        turn=torch.where(turn > 0, turn + before[doc], 0),
+        cu=cu,
+    )
