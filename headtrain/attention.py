@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .layers import wide
+
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -74,7 +76,8 @@ class _CpuFlash:
         yield slice(first, first + end - begin), True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         for span in self.spans:
             rows = slice(*span[:2])
             merged = None
@@ -171,14 +174,14 @@ class _TrainingTimeTest(torch.autograd.Function):
         out, lse = kernel.forward(q, k, v, scale)
         if own:
             n, group = q.shape[0], q.shape[1] // k.shape[1]
-            queries = q.unflatten(1, (-1, group)).float()  # [n, kv heads, group, d]
-            own_k = torch.stack([x[:n] for x in own[: len(own) // 2]], 2).float()  # [n, kv heads, s, d]
-            own_v = torch.stack([x[:n] for x in own[len(own) // 2 :]], 2).float()
+            queries = wide(q.unflatten(1, (-1, group)))  # [n, kv heads, group, d]
+            own_k = wide(torch.stack([x[:n] for x in own[: len(own) // 2]], 2))  # [n, kv heads, s, d]
+            own_v = wide(torch.stack([x[:n] for x in own[len(own) // 2 :]], 2))
             scores = (queries @ own_k.transpose(-1, -2) * scale).flatten(1, 2)  # [n, heads, s]
             both = torch.logaddexp(lse, scores.logsumexp(-1))
             weight = (scores - both.unsqueeze(-1)).exp()
             mine = weight.unflatten(1, (-1, group)) @ own_v
-            out = (out.float() * (lse - both).exp().unsqueeze(-1) + mine.flatten(1, 2)).to(q.dtype)
+            out = (wide(out) * (lse - both).exp().unsqueeze(-1) + mine.flatten(1, 2)).to(q.dtype)
             lse = both
         ctx.save_for_backward(q, k, v, out, lse, *own)
         ctx.kernel, ctx.scale = kernel, scale
@@ -193,11 +196,11 @@ class _TrainingTimeTest(torch.autograd.Function):
             return dq, dk, dv, None, None
         n, group = q.shape[0], q.shape[1] // k.shape[1]
         steps = len(own) // 2
-        queries, g = (x.unflatten(1, (-1, group)).float() for x in (q, grad))
-        own_k = torch.stack([x[:n] for x in own[:steps]], 2).float()
-        own_v = torch.stack([x[:n] for x in own[steps:]], 2).float()
+        queries, g = (wide(x.unflatten(1, (-1, group))) for x in (q, grad))
+        own_k = wide(torch.stack([x[:n] for x in own[:steps]], 2))
+        own_v = wide(torch.stack([x[:n] for x in own[steps:]], 2))
         p = (queries @ own_k.transpose(-1, -2) * scale - lse.unflatten(1, (-1, group)).unsqueeze(-1)).exp()
-        delta = (g * out.unflatten(1, (-1, group)).float()).sum(-1, keepdim=True)
+        delta = (g * wide(out.unflatten(1, (-1, group)))).sum(-1, keepdim=True)
         ds = p * (g @ own_v.transpose(-1, -2) - delta) * scale  # [n, kv heads, group, s]
         dq = dq + (ds @ own_k).flatten(1, 2).to(dq.dtype)
         gk, gv = (ds.transpose(-1, -2) @ queries), (p.transpose(-1, -2) @ g)  # [n, kv heads, s, d]

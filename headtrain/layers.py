@@ -8,6 +8,11 @@ from torch import Tensor, nn
 from .types import TargetShape
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in the precision for sums and exponentials: float32, or float64 as it is (gradient checks)."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 class RMSNorm(nn.Module):
     """x * rsqrt(mean(x^2) + eps) * weight, in float32 inside (Zhang and Sennrich 2019)."""
 
@@ -17,7 +22,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return nn.functional.rms_norm(wide(x), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 class Rope(nn.Module):
@@ -48,7 +53,7 @@ class Rope(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [n, heads, d] turned by the angles of its positions."""
-    a, b = x.float().chunk(2, -1)
+    a, b = wide(x).chunk(2, -1)
     half = cos.shape[-1] // 2
     c, s = cos[..., :half], sin[..., :half]
     return torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype)

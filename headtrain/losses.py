@@ -55,10 +55,21 @@ class HardTargets:
         return self.labels >= 0
 
 
-def align(hidden: Sequence[Tensor]) -> Tensor:
-    """hidden[s] [N - s, H]: the states of depth s+1 by starting row -> [S, N, H] by teacher row (zeros in front)."""
+def align(hidden: Sequence[Tensor], depth: int) -> Tensor:
+    """hidden[s] [N - s, H]: the states of depth s+1 by starting row -> [depth, N, H] by teacher row, zeros in front.
+    Fewer than ``depth`` entries (N < depth) leave the deeper rows zero."""
     rows = hidden[0].shape[0]
-    return torch.stack([torch.nn.functional.pad(h, (0, 0, rows - h.shape[0], 0)) for h in hidden])
+    filled = [*hidden, *(hidden[0][:0],) * (depth - len(hidden))]
+    return torch.stack([torch.nn.functional.pad(h, (0, 0, rows - h.shape[0], 0)) for h in filled])
+
+
+def align_pairs(pairs: Tensor, start: Tensor) -> Tensor:
+    """``shift.pair_mask`` [S, T] at the supervised positions ``start`` [N] -> [S, N] bool by teacher row."""
+    rows = start.numel()
+    out = pairs.new_zeros(pairs.shape[0], rows)
+    for s in range(min(pairs.shape[0], rows)):
+        out[s, s:] = pairs[s, start[: rows - s]]
+    return out
 
 
 class _Fused(torch.autograd.Function):
@@ -101,7 +112,7 @@ class _Fused(torch.autograd.Function):
                         score = z.gather(-1, label).squeeze(-1)
                     else:
                         score = torch.linalg.vecdot(z, p.expand_as(z))
-                    q = torch.softmax(z, -1, out=z) if not z.requires_grad else torch.softmax(z, -1)
+                    q = torch.softmax(z, -1, out=z)
                     # log-sum-exp from the softmax itself: max q = exp(max z - lse)
                     lse = top - q.gather(-1, best.unsqueeze(-1)).squeeze(-1).log()
                     weight = row_weight[first:last, span]

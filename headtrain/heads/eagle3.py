@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import vocab
 from ..attention import Runs, training_time_test
 from ..layers import MLP, RMSNorm, Rope, rotate
-from ..losses import SoftTargets, align, vocab_loss, zero_sums
+from ..losses import SoftTargets, align, align_pairs, vocab_loss, zero_sums
 from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
@@ -177,11 +177,7 @@ class Eagle3(DraftHead):
         start = pairs[0].nonzero().squeeze(1)  # [N] supervised positions
         if start.numel() == 0:
             return zero_sums(depth, list(self.trainable().values()))
-        hidden = align(self._unroll(batch, features, start, depth))
-        count = hidden.shape[1]
-        by_teacher = torch.zeros(depth, count, dtype=torch.bool, device=hidden.device)
-        for s in range(min(depth, count)):
-            by_teacher[s, s:] = pairs[s, start[: count - s]]
+        hidden = align(self._unroll(batch, features, start, depth), depth)
         where = torch.searchsorted(features.final_at, start + 1)
         greedy = features.argmax[where]
         targets = SoftTargets(
@@ -191,7 +187,7 @@ class Eagle3(DraftHead):
             lse=features.lse[where],
         )
         weight = self.config.depth_decay ** torch.arange(depth, dtype=torch.float32)
-        return vocab_loss(hidden, [self.lm_head.weight], targets, by_teacher, weight)
+        return vocab_loss(hidden, [self.lm_head.weight], targets, align_pairs(pairs, start), weight)
 
     def _unroll(self, batch: Batch, features: Features, start: Tensor, depth: int) -> list[Tensor]:
         """hidden[s] [N - s, H]: the normed output of step s for the first N - s supervised positions. (The last s

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from .. import vocab
-from ..losses import HardTargets, SoftTargets, align, vocab_loss, zero_sums
+from ..losses import HardTargets, SoftTargets, align, align_pairs, vocab_loss, zero_sums
 from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
@@ -110,10 +110,7 @@ class Medusa(DraftHead):
         count = start.numel()
         parameter = self.blocks[0].layers[0].weight
         final = features.final[torch.searchsorted(features.final_at, start)].to(parameter.dtype)
-        hidden = align([self.blocks[s](final[: max(count - s, 0)]) for s in range(depth)])
-        by_teacher = torch.zeros(depth, count, dtype=torch.bool, device=hidden.device)
-        for s in range(min(depth, count)):
-            by_teacher[s, s:] = pairs[s, start[: count - s]]
+        hidden = align([self.blocks[s](final[: count - s]) for s in range(min(depth, count))], depth)
         where = torch.searchsorted(features.final_at, start + 1)
         greedy, labels = features.argmax[where], batch.ids[start + 2]
         if self.to_draft is not None:
@@ -125,7 +122,7 @@ class Medusa(DraftHead):
             targets = SoftTargets(features.final[where], restricted, greedy, features.lse[where])
         weight = self.config.depth_decay ** torch.arange(1, depth + 1, dtype=torch.float32)
         lm_heads = self._lm_heads()
-        return vocab_loss(hidden, lm_heads[:depth], targets, by_teacher, weight)
+        return vocab_loss(hidden, lm_heads[:depth], targets, align_pairs(pairs, start), weight)
 
     def session(self, max_length: int) -> Session:
         return _MedusaSession(self)
