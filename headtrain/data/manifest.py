@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
 from ..metadata import TargetIdentity
 from ..types import Wants
@@ -135,6 +138,12 @@ def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[int]:
             used = 0
         used += n
     return [*cuts, len(lengths)] if lengths else [0]
+
+
+def row_hash(ids: Tensor, turn: Tensor) -> bytes:
+    """sha256 of a row's tokens and turn marks as int32."""
+    both = torch.stack([ids, turn]).to(torch.int32).contiguous()
+    return hashlib.sha256(both.numpy().tobytes()).digest()
 
 
 def human(size: float) -> str:

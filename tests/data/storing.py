@@ -27,7 +27,8 @@ class FakeTarget:
         layers, final, logits = [], [], []
         for a, b in zip(batch.cu[:-1].tolist(), batch.cu[1:].tolist(), strict=True):
             out = self.model(batch.ids[None, a:b], output_hidden_states=True)
-            layers.append(torch.stack([out.hidden_states[i][0] for i in wants.layers], 1))
+            states = [out.hidden_states[i][0] for i in wants.layers]
+            layers.append(torch.stack(states, 1) if states else out.logits.new_zeros(b - a, 0, 64))
             final.append(out.hidden_states[-1][0])
             logits.append(out.logits[0])
         at = torch.arange(len(batch)) if wants.final == "all" else final_positions(batch)

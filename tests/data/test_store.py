@@ -264,6 +264,15 @@ def test_the_same_target_by_another_name_is_the_same(folder, rows, target):
     assert len(FeatureStore(folder, rows=rows)) == len(rows)
 
 
+def test_a_manifest_without_any_shard_protects_nothing(folder, rows, target):
+    write(folder, rows, target, manifest(rows), stop_after=0)
+    assert not (folder / "manifest.json").exists()
+    with StoreWriter(folder, manifest(rows)) as writer:
+        writer.shard(0, rows[: writer.manifest.shards[1]])  # killed before its close
+    assert json.loads((folder / "manifest.json").read_text())["dtype"] == "float32"
+    assert store(folder, rows, target, dtype="int8").manifest.dtype == "int8"
+
+
 def test_shards_without_a_manifest_are_refused(folder, rows, target):
     write(folder, rows, target, manifest(rows))
     (folder / "manifest.json").unlink()
@@ -440,3 +449,12 @@ def test_unmet_wants(rows):
 def test_row_hash_tells_ids_and_turns_apart():
     a, b = torch.tensor([1, 2]), torch.tensor([0, 1])
     assert len({row_hash(a, b), row_hash(b, a), row_hash(a, a), row_hash(torch.tensor([1, 3]), b)}) == 4
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+def test_a_head_that_reads_no_layer_stores_final_features_alone(folder, rows, target, form):
+    got = store(folder, rows, target, layers=[], dtype=form)
+    features = got.batch([3, 1])[1]
+    plain = target.features(Batch.pack([rows[3], rows[1]]), Wants(()))
+    assert features.layers.shape == (21, 0, 64)
+    assert_same_features(features, as_stored(plain, form))
