@@ -1,0 +1,129 @@
+"""README.md of an export: a model card whose front matter the Hub reads."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..metadata import Metadata, RouteAcceptance
+from .engines import Engine
+
+FILE = "README.md"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def front_matter(metadata: Metadata) -> dict[str, Any]:
+    """The card's YAML: no license, since the user chooses it; base_model only where the target has a Hub id."""
+    name = metadata.target.name
+    matter: dict[str, Any] = {"library_name": "headtrain"}
+    if _HUB_ID.fullmatch(name) and not os.path.isdir(name):
+        matter["base_model"] = name
+    matter["tags"] = ["speculative-decoding", "draft-head", metadata.head.kind, "headtrain"]
+    matter["pipeline_tag"] = "text-generation"
+    return matter
+
+
+def card_text(metadata: Metadata, engine: Engine, notes: list[str], launch: str) -> str:
+    """The whole card; only what the metadata says, no dates, so that equal exports have equal cards."""
+    target, head = metadata.target, metadata.head
+    shape = target.target_shape()
+    name = _shown(target.name)
+    matter = yaml.safe_dump(front_matter(metadata), sort_keys=False, allow_unicode=True)
+    parts = [
+        f"---\n{matter}---\n",
+        f"# {head.kind} draft head for {name}\n",
+        f"A draft head for speculative decoding, trained with headtrain and exported for {engine.title}. It proposes "
+        f"tokens that {name} verifies: the output stays the target's own.\n",
+        f"## Start\n\n```\n{launch}\n```\n",
+        _table(
+            "Fits",
+            ("item", "value"),
+            [
+                ("engine", f"{engine.title} {engine.versions} (tried: {engine.tested})"),
+                ("target", name + (f" at revision {target.revision}" if target.revision else "")),
+                ("target architecture", f"{shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden_size}"),
+                ("target dtype", target.dtype + (f", quantised: {target.quantization}" if target.quantization else "")),
+                ("vocabulary", f"{shape.vocab_size}, drafted: {metadata.draft_vocab.size}"),
+                ("tokenizer sha256", target.tokenizer[:16]),
+                ("chat template sha256", (target.chat_template or "none")[:16]),
+                ("features read", f"hidden_states {metadata.features.layers}" if metadata.features.layers else "final"),
+                ("depth trained", str(head.depth)),
+                ("head dtype", metadata.export.dtype if metadata.export else "float32"),
+            ],
+        ),
+        "`headtrain check THIS_FOLDER --target TARGET` compares all of it with a target at hand.\n",
+        _acceptance(metadata.acceptance),
+        _training(metadata),
+        _limits(metadata, engine, notes),
+    ]
+    return "\n".join(p for p in parts if p)
+
+
+def write_card(folder: Path, metadata: Metadata, engine: Engine, notes: list[str], launch: str) -> None:
+    (folder / FILE).write_text(card_text(metadata, engine, notes, launch), encoding="utf-8")
+
+
+def _shown(name: str) -> str:
+    """A local path is shown by its last part: it means nothing elsewhere."""
+    return Path(name).name if name.startswith(("/", ".", "~")) else name
+
+
+def _table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [f"## {title}\n", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _acceptance(routes: dict[str, RouteAcceptance]) -> str:
+    if not routes:
+        return "## Measured acceptance\n\nNot measured yet: `headtrain evaluate`.\n"
+    depth = max(len(r.alpha) for r in routes.values())
+    rows = []
+    for route, r in routes.items():
+        alphas = [f"{hit / offered:.2f}" if offered else "-" for hit, offered in r.alpha]
+        rows.append(
+            (route, f"{r.tau:.2f}", *alphas, *["-"] * (depth - len(alphas)), f"{r.k}", f"{r.temperature:g}")
+            + (str(r.prompts), str(r.tokens))
+        )
+    header = ("route", "tau", *[f"alpha {k}" for k in range(1, depth + 1)], "k", "temperature", "prompts", "tokens")
+    legend = (
+        "tau: mean tokens committed for each forward of the target, the bonus token included (a plain decoder has 1). "
+        "alpha k: share of k-th drafted tokens accepted where all before were.\n"
+    )
+    return _table("Measured acceptance", header, rows) + "\n" + legend
+
+
+def _training(metadata: Metadata) -> str:
+    training = metadata.training
+    if training is None:
+        return ""
+    rows = [
+        ("optimizer steps", str(training.steps)),
+        ("supervised tokens seen", str(training.tokens)),
+        ("longest row", f"{training.max_length} tokens"),
+        ("seed", str(training.seed)),
+        ("recipe sha256", training.recipe_sha256[:16]),
+        ("data sha256", training.data_sha256[:16]),
+        ("versions", ", ".join(f"{k} {v}" for k, v in sorted(training.versions.items())) or "-"),
+    ]
+    return _table("Training", ("item", "value"), rows)
+
+
+def _limits(metadata: Metadata, engine: Engine, notes: list[str]) -> str:
+    lines = []
+    shape = metadata.target.target_shape()
+    if metadata.training and metadata.training.max_length < shape.max_positions:
+        lines.append(
+            f"Trained on rows of up to {metadata.training.max_length} tokens; the target serves {shape.max_positions} "
+            "positions. Beyond the trained length acceptance is unmeasured."
+        )
+    lines.append(
+        "Made for exactly this target's weights. With a fine-tuned or re-quantised target the output stays right but "
+        "fewer tokens may be accepted: measure."
+    )
+    lines += [*notes, *engine.notes]
+    return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"

@@ -1,0 +1,235 @@
+"""Write a trained head as a folder that an engine loads, and prove it by reading the folder back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..heads.base import DraftHead, ExportSpec
+from ..heads.io import FILE as HEAD_FILE
+from ..heads.io import head_tensors, load_head, save_tensors
+from ..metadata import FILE as METADATA_FILE
+from ..metadata import ExportPart, Metadata, RouteAcceptance, write_json
+from ..types import TargetShape, TargetWeights
+from .card import write_card
+from .engines import NATIVE, Engine, ExportError, launch_command, resolve
+from .folder import CONFIG, DTYPE_KEY, FORBIDDEN, WEIGHTS, verify_folder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_head(
+    checkpoint: str | Path,
+    engine: str,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    force: bool = False,
+    acceptance: str | Path | dict[str, Any] | None = None,
+    probe: dict[str, Tensor] | None = None,
+    weights: TargetWeights | None = None,
+) -> Path:
+    """Export a checkpoint folder for ``engine`` (a row of ``engines.ENGINES``); returns the folder written.
+
+    dtype: of the exported tensors, default the target's own; acceptance: an evaluation's JSON (or its path), merged
+    into the metadata; probe: ``probe.make_probe``'s tensors, stored for ``headtrain check``; weights: the target's
+    tensors, needed where the export carries one of them (a shared lm_head); force: replace an earlier export.
+    Two exports of one checkpoint are byte-identical. The folder appears under its name only after it was read back
+    strictly, and the head rebuilt from it equals the trained one bit for bit and drafts the same.
+
+    Raises ExportError, MetadataError, ValueError; none leaves a half-written folder.
+    """
+    checkpoint, out = Path(checkpoint), Path(out)
+    if not checkpoint.is_dir():
+        raise ExportError(f"no checkpoint folder at {checkpoint}")
+    _refuse_overwrite(checkpoint, out, force)
+    head, metadata = load_head(checkpoint)
+    row = resolve(engine, type(head), metadata.head.kind)
+    name = dtype or metadata.target.dtype
+    if name not in DTYPES:
+        raise ExportError(f"dtype {name!r}: expected one of {', '.join(DTYPES)}")
+    if weights is not None:
+        head.attach(weights)
+    if list(head.wants().layers) != metadata.features.layers:
+        raise ExportError(
+            f"{checkpoint}: the head reads the target's layers {list(head.wants().layers)}, its training record says "
+            f"{metadata.features.layers}; exporting either would be a guess"
+        )
+    with torch.no_grad():  # exactly the values that the folder will hold; buffers such as RoPE's stay as they are
+        for tensor in head.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(tensor.to(DTYPES[name]))
+    if acceptance is not None:
+        metadata.acceptance = metadata.acceptance | read_acceptance(acceptance)
+
+    temporary = out.with_name(out.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        spec = _write(temporary, head, metadata, row, name, probe)
+        _prove(temporary, head, row, spec)
+        for note in _length_warnings(metadata):
+            warnings.warn(note, stacklevel=2)
+        launch = launch_command(row, spec.method, metadata.target.name, out, _draft_length(metadata))
+        write_card(temporary, metadata, row, spec.notes, launch)
+        _publish(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def _write(
+    folder: Path, head: DraftHead, metadata: Metadata, row: Engine, dtype: str, probe: dict[str, Tensor] | None
+) -> ExportSpec:
+    spec = ExportSpec({}, {}) if row.dialect == NATIVE else _spec(head, row)
+    metadata.export = ExportPart(
+        engine=row.name, dialect=row.dialect, dtype=dtype, method=spec.method, probe=probe is not None
+    )
+    if probe is not None:
+        from .probe import FILE as PROBE_FILE
+
+        save_tensors(folder / PROBE_FILE, probe)
+
+    def cast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {n: t.to(DTYPES[dtype]) if t.is_floating_point() else t for n, t in tensors.items()}
+
+    if row.dialect == NATIVE:
+        save_tensors(folder / HEAD_FILE, cast(head_tensors(head)))
+        metadata.write(folder)
+        return spec
+    bad = [key for key in FORBIDDEN if key in spec.config]
+    if bad:
+        raise ExportError(f"the head's config for {row.title} holds the target's own keys {bad}")
+    save_tensors(folder / WEIGHTS, cast(spec.tensors))
+    write_json(folder / CONFIG, spec.config | {DTYPE_KEY: dtype})
+    metadata.write(folder)
+    return spec
+
+
+def _spec(head: DraftHead, row: Engine) -> ExportSpec:
+    try:
+        return head.export_spec(row.dialect)
+    except RuntimeError as error:  # not attached: the form carries a tensor of the target's
+        raise ExportError(f"the {row.title} form of this head carries the target's own tensors: {error}") from None
+    except ValueError as error:
+        raise ExportError(f"{row.title} cannot serve this head: {error}") from None
+
+
+def _prove(folder: Path, trained: DraftHead, row: Engine, spec: ExportSpec) -> None:
+    """Read the folder back, rebuild the head, and compare parameters bit for bit and drafts on a made-up sequence.
+
+    The drafts catch what parameters cannot: a switch or a RoPE setting lost on the way through config.json.
+    """
+    verified = verify_folder(folder)
+    rebuilt = verified.head
+    if rebuilt is None:
+        raise ExportError(f"{folder}: no head could be rebuilt")
+    for name, value in spec.tensors.items():
+        if not torch.equal(value.to(verified.tensors[name].dtype), verified.tensors[name]):
+            raise ExportError(f"{name}: what was written is not what was read back")
+    mine, theirs = trained.state_dict(), rebuilt.state_dict()
+    if mine.keys() != theirs.keys():
+        raise ExportError(f"the rebuilt head has other tensors: {sorted(mine.keys() ^ theirs.keys())}")
+    for name, value in mine.items():
+        if not torch.equal(value, theirs[name].to(value.dtype)):
+            raise ExportError(f"{name}: the tensor read back for {row.title} differs from the trained one")
+    weights = _made_up_weights(trained.shape)
+    depth = min(trained.wants().depth, 4)  # an engine's form does not say how deep a recurrent head was trained
+    expected, found = _drafts(trained, weights, depth), _drafts(rebuilt, weights, depth)
+    if not torch.equal(expected, found):
+        raise ExportError(
+            f"the head rebuilt from the {row.title} form drafts otherwise than the trained one (largest difference "
+            f"{float((expected - found).abs().max()):.3g}): a setting was lost in {CONFIG}"
+        )
+
+
+def _made_up_weights(shape: TargetShape) -> TargetWeights:
+    """Target tensors that only have the right shapes: both heads get the same, so any will do. [V, H] float32."""
+    generator = torch.Generator().manual_seed(0)
+    embed = torch.randn(shape.vocab_size, shape.hidden_size, generator=generator)
+    return TargetWeights(embed, embed, torch.ones(shape.hidden_size))
+
+
+@torch.no_grad()
+def _drafts(head: DraftHead, weights: TargetWeights, depth: int) -> Tensor:
+    """Logits of a greedy chain after 12 made-up positions, one row a depth."""
+    head.eval()
+    head.attach(weights)
+    wants, shape = head.wants(), head.shape
+    generator = torch.Generator().manual_seed(1)
+    n = 12
+    tokens = torch.randint(shape.vocab_size, (n,), generator=generator)
+    layers = torch.randn(n, len(wants.layers), shape.hidden_size, generator=generator)
+    final = torch.randn(n, shape.hidden_size, generator=generator)
+    session = head.session(max_length=n + depth)
+    rows = [session.extend(tokens, layers, final)]
+    for node in range(depth - 1):
+        best = rows[-1].argmax(-1, keepdim=True)
+        token = best if head.draft_ids is None else head.draft_ids[best]
+        rows.append(session.expand(torch.tensor([node - 1]), token)[0])
+    return torch.stack(rows)
+
+
+def _draft_length(metadata: Metadata) -> int:
+    """A chain as it was measured, or the trained depth up to the usual 3."""
+    measured = metadata.acceptance.get("all")
+    return measured.k if measured is not None else min(metadata.head.depth, 3)
+
+
+def _length_warnings(metadata: Metadata) -> list[str]:
+    trained = metadata.training.max_length if metadata.training else None
+    serves = metadata.target.target_shape().max_positions
+    if trained is None or trained >= serves:
+        return []
+    return [
+        f"the head was trained on rows of up to {trained} tokens, the target serves {serves} positions: beyond that "
+        "length acceptance is unmeasured. The config keeps the target's limit; limit the server or train on longer rows"
+    ]
+
+
+def read_acceptance(source: str | Path | dict[str, Any]) -> dict[str, RouteAcceptance]:
+    """Acceptance by route from an evaluation's JSON: under `acceptance`, or all of it. Raises ExportError."""
+    where = "acceptance" if isinstance(source, dict) else str(source)
+    try:
+        data = source if isinstance(source, dict) else json.loads(Path(source).read_text(encoding="utf-8"))
+        data = data.get("acceptance", data)
+        return {route: RouteAcceptance.model_validate(value) for route, value in data.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ExportError(f"{where}: expected measured acceptance by route: {error}") from None
+
+
+def _refuse_overwrite(checkpoint: Path, out: Path, force: bool) -> None:
+    inside, outer = checkpoint.resolve(), out.resolve()
+    if inside == outer or outer in inside.parents:
+        raise ExportError(f"{out} is, or holds, the checkpoint itself: name another folder")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ExportError(f"{out} is a file; expected a folder to write")
+    if not any(out.iterdir()):
+        return
+    if not force:
+        raise ExportError(f"{out} is not empty: name another folder, or pass force to replace an earlier export")
+    try:
+        earlier = Metadata.read(out).export is not None
+    except ValueError:
+        earlier = False
+    if not earlier:
+        raise ExportError(f"{out} is no earlier export (no {METADATA_FILE} of one): it is not replaced even by force")
+
+
+def _publish(temporary: Path, out: Path) -> None:
+    """Rename into place; an earlier export is moved aside first and removed last."""
+    old = out.with_name(out.name + ".old")
+    if out.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(out, old)
+    os.replace(temporary, out)
+    shutil.rmtree(old, ignore_errors=True)
