@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..types import Batch, Features, Row
 from .manifest import (
-    MANIFEST,
     Manifest,
     ShardRecord,
     StoreError,
