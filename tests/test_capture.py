@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+
+from headtrain import capture as module
+from headtrain.capture import capture, count_tokens, head_wants, plan_manifest, plan_rows, runs
+from headtrain.config import Recipe
+from headtrain.data.loader import Loader, OnlineSource
+from headtrain.data.quantize import as_stored
+from headtrain.data.store import FeatureStore, StoreError, shard_file
+from headtrain.target.load import load_target
+from headtrain.types import Batch, Row, TargetShape, Wants
+
+CHATS = [
+    [("user", "Hello! How are you?"), ("assistant", "I am fine, thank you.")],
+    [
+        ("system", "You are a helpful assistant."),
+        ("user", "What is 1 + 2?"),
+        ("assistant", "1 + 2 = 3"),
+        ("user", "And 2 * 3?"),
+        ("assistant", "2 * 3 = 6"),
+    ],
+    [("user", "Name a fox."), ("assistant", "The quick brown fox jumps over the lazy dog.")],
+]
+
+
+def jsonl(path, times=3):
+    """``times`` variations of each chat."""
+    lines = []
+    for n in range(times):
+        for chat in CHATS:
+            messages = [{"role": role, "content": f"{text} {'again ' * n}".strip()} for role, text in chat]
+            lines.append(json.dumps({"messages": messages, "route": "chat"}))
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("capture")
+    jsonl(folder / "train.jsonl"), jsonl(folder / "eval.jsonl", 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tiny_folder):
+    return load_target(recipe_of(tiny_folder, tiny_folder, tiny_folder).target, "cpu")
+
+
+def recipe_of(place, folder, out, kind="eagle3", **features) -> Recipe:
+    settings = dict(dir=str(out), dtype="float32", shard_tokens=150, batch_tokens=120)
+    return Recipe.model_validate(
+        dict(
+            name="tiny",
+            target={"path": str(folder)},
+            data={"train": [str(place / "train.jsonl")], "eval": [str(place / "eval.jsonl")]},
+            features=settings | features,
+            head={"kind": kind},
+        )
+    )
+
+
+def quiet():
+    return Console(file=io.StringIO(), width=200)
+
+
+def files(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("shard-*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_offline_equals_on_the_fly(place, tiny_folder, tmp_path, target, kind, dtype):
+    """On the very runs that capture packed, equality is exact."""
+    recipe = recipe_of(place, tiny_folder, tmp_path / "f", kind, dtype=dtype)
+    rows = plan_rows(recipe, target.tokenizer)
+    store = capture(recipe, target=target, rows=rows, console=quiet())
+    wants = head_wants(recipe, target.shape)
+    assert store.manifest.unmet(wants) == []
+    for name, split in rows.items():
+        store = FeatureStore(tmp_path / "f" / name, rows=split.rows)
+        cuts = store.manifest.shards
+        for first, end in zip(cuts[:-1], cuts[1:], strict=True):
+            at = first
+            for run in runs(split.rows[first:end], recipe.features.batch_tokens):
+                batch, features = store.batch(range(at, at + len(run)))
+                fly = as_stored(target.features(Batch.pack(run), wants), dtype)
+                for part in ("layers", "final_at", "final", "argmax", "lse"):
+                    assert torch.equal(getattr(features, part), getattr(fly, part)), part
+                at += len(run)
+
+
+def test_other_packings_give_the_same_features_up_to_the_order_of_sums(place, tiny_folder, tmp_path, target):
+    """A row's features do not depend on what it was packed with; a matrix product of another height may sum in
+    another order, hence 1e-5 of values of order 1."""
+    recipe = recipe_of(place, tiny_folder, tmp_path / "f")
+    rows = plan_rows(recipe, target.tokenizer)["train"].rows
+    store = capture(recipe, target=target, console=quiet())
+    fly = OnlineSource(rows, target.features, head_wants(recipe, target.shape), "float32")
+    pairs = zip(Loader(store, 100, 3).batches(0, 8), Loader(fly, 100, 3).batches(0, 8), strict=True)
+    for (batch, features), (other, others) in pairs:
+        assert torch.equal(batch.ids, other.ids) and torch.equal(batch.turn, other.turn)
+        assert torch.equal(features.final_at, others.final_at) and torch.equal(features.argmax, others.argmax)
+        torch.testing.assert_close(features.layers, others.layers, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(features.final, others.final, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(features.lse, others.lse, rtol=1e-5, atol=1e-5)
+
+
+def test_stored_features_are_hugging_faces(place, tiny_folder, tmp_path, target):
+    store = capture(recipe_of(place, tiny_folder, tmp_path / "f"), target=target, console=quiet())
+    model = tiny.model()
+    model.load_state_dict(target.model.state_dict())
+    for index in (0, len(store) - 1):
+        row, features = store.read(index)
+        out = model(torch.tensor([row.ids]), output_hidden_states=True)
+        for column, layer in enumerate(store.manifest.layers):
+            torch.testing.assert_close(features.layers[:, column], out.hidden_states[layer][0], rtol=1e-4, atol=1e-5)
+        logits = out.logits[0][features.final_at]
+        torch.testing.assert_close(features.lse, logits.logsumexp(-1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(target.teacher().logits(features.final), logits, rtol=1e-4, atol=1e-4)
+
+
+class Killed(Exception):
+    pass
+
+
+class Mortal:
+    """A target that dies at its n-th forward."""
+
+    def __init__(self, target, lives):
+        self.target, self.lives = target, lives
+        self.shape, self.tokenizer, self.identity = target.shape, target.tokenizer, target.identity
+
+    def features(self, batch, wants):
+        self.lives -= 1
+        if self.lives < 0:
+            raise Killed
+        return self.target.features(batch, wants)
+
+
+def test_a_killed_capture_goes_on_to_the_same_bytes(place, tiny_folder, tmp_path, target):
+    whole = recipe_of(place, tiny_folder, tmp_path / "whole", dtype="bfloat16")
+    capture(whole, target=target, console=quiet())
+    killed = recipe_of(place, tiny_folder, tmp_path / "killed", dtype="bfloat16")
+    for lives in (1, 3, 4):  # in the first shard, later, and later still
+        with pytest.raises(Killed):
+            capture(killed, target=Mortal(target, lives), console=quiet())
+    with pytest.raises(StoreError, match="did not finish"):
+        FeatureStore(tmp_path / "killed" / "train")
+    console = quiet()
+    capture(killed, target=target, console=console)
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+    assert "shards are there" in console.file.getvalue()
+    # finished: no forward at all, whatever is asked
+    capture(killed, target=Mortal(target, 0), console=quiet())
+
+
+def test_two_captures_are_byte_identical(place, tiny_folder, tmp_path, target):
+    for name in "ab":
+        capture(recipe_of(place, tiny_folder, tmp_path / name, dtype="int8"), target=target, console=quiet())
+    assert files(tmp_path / "a") == files(tmp_path / "b") != {}
+
+
+def test_another_template_is_refused_with_the_difference(place, tiny_folder, tmp_path, target):
+    """CASES 31: half a capture, then other rows."""
+    recipe = recipe_of(place, tiny_folder, tmp_path / "f")
+    with pytest.raises(Killed):
+        capture(recipe, target=Mortal(target, 3), console=quiet())
+    other = tiny.save(tmp_path / "other", template=tiny.CHATML.replace("user", "human").replace("\n", "\n\n"))
+    changed = recipe_of(place, other, tmp_path / "f")
+    with pytest.raises(StoreError) as error:
+        capture(changed, console=quiet())
+    old, new = target.identity.chat_template, load_target(changed.target, "cpu").identity.chat_template
+    assert f"target chat_template: {old!r} / {new!r}" in str(error.value)
+    assert "rows_sha256: " in str(error.value) and "weights" not in str(error.value)
+    fewer = recipe.model_copy(update={"data": recipe.data.model_copy(update={"limit": 4})})
+    with pytest.raises(StoreError, match=r"data.limit: None / 4"):
+        capture(fewer, target=target, console=quiet())
+
+
+def test_the_size_is_printed_and_a_small_disk_stops_before_any_forward(
+    place, tiny_folder, tmp_path, target, monkeypatch
+):
+    recipe, console = recipe_of(place, tiny_folder, tmp_path / "f"), quiet()
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("headtrain.data.manifest.shutil.disk_usage", lambda _: usage)
+    with pytest.raises(StoreError, match=r"need .* kB.*1 kB free.*int8.*online"):
+        capture(recipe, target=Mortal(target, 0), console=console)
+    assert "a token" in console.file.getvalue() and "writing " in console.file.getvalue()
+    assert not (tmp_path / "f" / "train" / "manifest.json").exists()  # so that int8 can be tried in the same folder
+    monkeypatch.undo()
+    capture(recipe_of(place, tiny_folder, tmp_path / "f", dtype="int8"), target=target, console=quiet())
+
+
+def test_the_printed_size_is_the_size_on_disk(place, tiny_folder, tmp_path, target):
+    recipe = recipe_of(place, tiny_folder, tmp_path / "f", dtype="bfloat16", shard_tokens=10_000)
+    rows = plan_rows(recipe, target.tokenizer)["train"].rows
+    capture(recipe, target=target, console=quiet())
+    plan = plan_manifest(recipe, target.identity, head_wants(recipe, target.shape), rows)
+    real = shard_file(tmp_path / "f" / "train", 0).stat().st_size
+    assert 0 <= real - plan.bytes(plan.tokens, plan.finals, plan.rows) < 2000  # the safetensors header
+
+
+def test_runs_are_whole_rows_within_the_budget():
+    rows = tiny.rows((30, 30, 30, 200, 5, 60, 40))
+    assert [[len(row) for row in run] for run in runs(rows, 100)] == [[30, 30, 30], [200], [5, 60], [40]]
+
+
+def test_head_wants_needs_neither_memory_nor_a_draft_vocabulary(tiny_folder, place, tmp_path):
+    huge = TargetShape("LlamaForCausalLM", "llama", 16384, 53248, 126, 128, 8, 128, 128256)
+    recipe = recipe_of(place, tiny_folder, tmp_path)
+    recipe.head = {"kind": "eagle3", "draft_vocab_size": 32000}
+    assert head_wants(recipe, huge).layers == (2, 63, 123)
+    recipe.head = {"kind": "medusa"}
+    assert head_wants(recipe, huge) == Wants((), "supervised", depth=4)
+
+
+def test_counted_tokens_are_the_drafted_ones():
+    rows = [
+        Row([9, 9, 5, 6, 7, 9, 5], [0, 0, 1, 1, 1, 0, 2]),  # 6 and 7: 5 opens its turn twice
+        Row([5, 6, 6, 6], [1, 1, 1, 1]),  # token 0 has no position before it: drafting starts at 1, drafts 2 and 3
+        *tiny.rows((40, 11), vocab=12),
+    ]
+    slow = torch.zeros(12, dtype=torch.int64)
+    for row in rows:
+        for i in range(len(row) - 2):
+            if row.turn[i + 1] and row.turn[i + 2] == row.turn[i + 1]:
+                slow[row.ids[i + 2]] += 1
+    assert torch.equal(count_tokens(rows, 12), slow)
+    assert count_tokens(rows[:2], 12).tolist() == [0] * 6 + [3, 1] + [0] * 4
+    many = rows * 100  # several chunks
+    assert torch.equal(count_tokens(many, 12), slow * 100)
+
+
+# ---- the command
+
+
+def run(*args, cwd):
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "headtrain.capture", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
+
+
+def test_the_command_captures(place, tiny_folder, tmp_path):
+    import yaml
+
+    recipe = recipe_of(place, tiny_folder, tmp_path / "f")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True)))
+    done = run(path, "features.dtype=int8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "" and "tokens/s" in done.stderr and "as int8" in done.stderr
+    assert FeatureStore(tmp_path / "f" / "train").manifest.dtype == "int8"
+    assert len(FeatureStore(tmp_path / "f" / "eval")) == 3
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ("features.dtyp=int8", "did you mean `dtype`?"),
+        ("data.train=[nothing.jsonl]", "nothing.jsonl"),
+        ("target.path=./nowhere", "nowhere"),
+        ("features.dtype=float32", "dtype: bfloat16 / float32"),
+    ],
+)
+def test_errors_end_with_one_message_and_code_2(place, tiny_folder, tmp_path, monkeypatch, problem, message, target):
+    import typer
+    import yaml
+
+    recipe = recipe_of(place, tiny_folder, tmp_path / "f", dtype="bfloat16")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True)))
+    if "float32" in problem:
+        with pytest.raises(Killed):
+            capture(recipe, target=Mortal(target, 3), console=quiet())
+    console = quiet()
+    monkeypatch.setattr(module, "Console", lambda **_: console)
+    with pytest.raises(typer.Exit) as error:
+        module.main(path, [problem])
+    assert error.value.exit_code == 2
+    assert message in console.file.getvalue() and "Traceback" not in console.file.getvalue()
+
+
+def test_help_teaches(tmp_path):
+    from typer.testing import CliRunner
+
+    app = module.typer.Typer()
+    app.command()(module.main)
+    text = CliRunner().invoke(app, ["--help"]).output
+    for word in ("recipes/", "features.dtype=int8", "same command goes on", "features.mode=online"):
+        assert word in " ".join(text.split())
