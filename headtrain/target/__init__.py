@@ -1,0 +1,1 @@
+"""The frozen target: loading, where its parts live, its features, its fingerprint."""

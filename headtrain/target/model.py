@@ -1,0 +1,171 @@
+"""The loaded, frozen target: what capture, training and decoding use of it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..metadata import TargetIdentity
+from ..teacher import Teacher
+from ..types import Batch, Features, TargetShape, TargetWeights, Wants
+from .features import Tap, body_forward, compute_features, enable_packing, packed_limit
+from .fingerprint import Source, identify
+from .parts import Conventions, Parts, check_teacher, find_parts, measure, target_weights
+from .shape import TargetError, shape_from_config
+
+LINEAR_KINDS = ("linear", "mamba", "conv", "recurrent", "hybrid")
+
+
+@dataclass
+class Target:
+    """A frozen target. ``packed``: features come from one forward over the flat run; ``longest_packed``: and only
+    where no document is longer than this (None: any length)."""
+
+    model: nn.Module
+    tokenizer: Any
+    source: Source
+    parts: Parts
+    conventions: Conventions
+    shape: TargetShape
+    packed: bool
+    longest_packed: int | None
+    eos_ids: tuple[int, ...]
+    _cache_argument: str = field(repr=False, default="past_key_values")
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, tokenizer: Any = None, source: Source | None = None, attention: str = "auto"
+    ) -> Target:
+        """Wrap a loaded model: freeze it, find its parts, read its conventions, choose its attention, and check that
+        its own logits come back from its final features."""
+        model.eval().requires_grad_(False)
+        parts = find_parts(model)
+        conventions = measure(model, parts)
+        target = cls(
+            model=model,
+            tokenizer=tokenizer,
+            source=source or Source(name=type(model).__name__),
+            parts=parts,
+            conventions=conventions,
+            shape=shape_from_config(model.config),
+            packed=enable_packing(parts, attention),
+            longest_packed=packed_limit(parts.config),
+            eos_ids=end_ids(model, tokenizer),
+            # transformers >= 5.20 calls it `cache`
+            _cache_argument=_cache_argument(parts.body),
+        )
+        check_teacher(target)
+        return target
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts.embed.weight.dtype
+
+    @cached_property
+    def identity(self) -> TargetIdentity:
+        return identify(self.model, self.tokenizer, self.source)
+
+    @cached_property
+    def _teacher(self) -> Teacher:
+        head = self.parts.lm_head
+        bias = getattr(head, "bias", None)
+        return Teacher(head.weight, bias, self.conventions.logit_scale, self.conventions.softcap)
+
+    def teacher(self) -> Teacher:
+        return self._teacher
+
+    @cached_property
+    def _weights(self) -> TargetWeights:
+        return target_weights(self.parts, self.conventions)
+
+    def weights(self) -> TargetWeights:
+        return self._weights
+
+    def packs(self, batch: Batch) -> bool:
+        """Whether this batch runs as one forward."""
+        if not self.packed or len(batch) == 0:
+            return False
+        return self.longest_packed is None or int(batch.cu.diff().max()) <= self.longest_packed
+
+    def features(self, batch: Batch, wants: Wants) -> Features:
+        """See ``features.compute_features``."""
+        return compute_features(self, batch, wants)
+
+    # -- decoding ------------------------------------------------------------------------------------------------
+
+    def new_cache(self) -> Any:
+        """An empty key/value cache for one sequence. Layers with a sliding window keep all their keys (the mask hides
+        the old ones), so that any number of rejected tokens can be cropped."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.parts.config) if self._recurrent else DynamicCache()
+
+    @property
+    def _recurrent(self) -> bool:
+        kinds = getattr(self.parts.config, "layer_types", None) or ()
+        return any(part in kind for kind in kinds for part in LINEAR_KINDS)
+
+    def crop(self, cache: Any, length: int) -> None:
+        """Forget all but the first ``length`` tokens. Raises TargetError for layers that cannot roll back."""
+        excess = cache.get_seq_length() - length
+        if excess < 0:
+            raise ValueError(f"crop to {length} tokens: the cache holds {length + excess}")
+        if excess and self._recurrent:
+            raise TargetError(
+                f"{self.shape.architecture} has recurrent layers, whose state cannot forget rejected tokens: "
+                "decode it without speculation"
+            )
+        if excess:
+            cache.crop(-excess)
+
+    @torch.no_grad()
+    def step(
+        self,
+        ids: Tensor,
+        cache: Any,
+        layers: tuple[int, ...] = (),
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Feed n tokens, ids [1, n], after those in the cache; the cache grows by n.
+
+        Returns logits [n, V] float32 of all n, the residual stream at ``layers`` [n, L, H], and the post-norm final
+        features [n, H]. positions [n] and mask [n, cached + n] bool (True: seen) are for token trees; by default
+        the tokens continue the sequence.
+        """
+        more: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
+        if positions is not None:
+            more["position_ids"] = positions[None]
+        if mask is not None:
+            more["attention_mask"] = self._mask(mask)
+        with Tap(self.parts, layers, ids.shape[1]) as tap:
+            final = body_forward(self.parts, ids, **more)
+        return self._teacher.logits(final), tap.out, final
+
+    def _mask(self, mask: Tensor) -> Tensor:
+        if self.parts.config._attn_implementation != "eager":
+            return mask[None, None]
+        lowest = torch.finfo(self.dtype).min  # eager attention adds its mask
+        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(~mask, lowest)[None, None]
+
+
+def _cache_argument(body: nn.Module) -> str:
+    return "cache" if "cache" in inspect.signature(body.forward).parameters else "past_key_values"
+
+
+def end_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a generation, by the generation config, the config and the tokenizer; sorted."""
+    found: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        found |= set(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return tuple(sorted(found))
