@@ -1,0 +1,253 @@
+"""Checkpoints: whole or not there, verified when read, never a pickle.
+
+``RUN/checkpoints/step-000200/`` holds head.safetensors and headtrain.json (this project's own form of a head),
+optimizer.safetensors and trainer.json: the trainer's counters, what the run was made from, and a sha256 of each of
+the other files. A folder is written under a temporary name, fsynced and renamed. ``best.json`` beside the folders
+names the best one; the last one is the highest step.
+
+No random-generator state is kept: the trainer seeds every micro-batch from (seed, global micro-batch index).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..config import Recipe
+from ..heads.base import DraftHead
+from ..heads.io import FILE as HEAD_FILE
+from ..heads.io import load_strict, read_tensors, save_head, save_tensors
+from ..metadata import Metadata, write_json
+
+OPTIMIZER_FILE, TRAINER_FILE, BEST_FILE = "optimizer.safetensors", "trainer.json", "best.json"
+FORMAT = 1
+# What the result of training does not depend on; everything else must be the same at resume.
+_NOT_TRAINING = {"eval_every", "save_every", "keep", "log_every", "trackers", "max_bad_steps"}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, read or resumed; the message says what to do."""
+
+
+@dataclass
+class Progress:
+    """The trainer's counters. step: finished optimizer steps (skipped ones included); tokens: supervised positions
+    trained on; packed: all tokens that went through; bad: skipped steps, bad_row: those in a row; best_step,
+    best_tau: the best evaluation so far; seconds: time spent training; window: flat sums since the last line of
+    metrics, so that a resumed run writes the same lines."""
+
+    step: int = 0
+    tokens: int = 0
+    packed: int = 0
+    bad: int = 0
+    bad_row: int = 0
+    best_step: int = 0
+    best_tau: float = 0.0
+    seconds: float = 0.0
+    window: list[float] = field(default_factory=list)
+
+    def count(self, good: bool, packed: int, supervised: int, seconds: float) -> None:
+        """One more optimizer step is done, or skipped (not ``good``)."""
+        self.step, self.packed, self.seconds = self.step + 1, self.packed + packed, seconds
+        self.tokens += supervised if good else 0
+        self.bad += not good
+        self.bad_row = 0 if good else self.bad_row + 1
+
+
+def made_from(recipe: Recipe, head: DraftHead, data_sha256: str, precision: str, target: dict) -> dict[str, Any]:
+    """Everything that the course of training follows from, flat: dotted key -> value."""
+    train = recipe.train.model_dump(mode="json", exclude=_NOT_TRAINING) | {"precision": precision}
+    features = {"dtype": recipe.features.dtype}
+    parts = {"head": head.config.model_dump(mode="json"), "train": train, "features": features, "target": target}
+    return _flat(parts) | {"data_sha256": data_sha256}
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    out = {}
+    for key, inner in value.items():
+        out |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return out
+
+
+def steps(root: Path) -> dict[int, Path]:
+    """Step -> folder of every checkpoint under ``root`` (RUN/checkpoints), ascending."""
+    found = {}
+    for folder in root.glob("step-*"):
+        match = re.fullmatch(r"step-(\d+)", folder.name)
+        if match and folder.is_dir():
+            found[int(match[1])] = folder
+    return dict(sorted(found.items()))
+
+
+def find(run: str | Path, which: str = "best") -> Path:
+    """The folder of a run's ``best``, ``last`` or ``NUMBER``-th step's checkpoint; a folder that is a checkpoint
+    itself is returned as it is. Raises CheckpointError."""
+    run = Path(run)
+    if (run / HEAD_FILE).is_file():
+        return run
+    root = run / "checkpoints"
+    found = steps(root)
+    if not found:
+        raise CheckpointError(f"no checkpoint under {root}; train first")
+    if which == "last":
+        return list(found.values())[-1]
+    if which == "best":
+        return found.get(_best_step(root), list(found.values())[-1])
+    if which.isdigit() and int(which) in found:
+        return found[int(which)]
+    raise CheckpointError(f"no checkpoint {which!r} under {root}; expected best, last or one of {list(found)}")
+
+
+def _best_step(root: Path) -> int:
+    try:
+        return int(json.loads((root / BEST_FILE).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
+
+
+def save(
+    root: Path,
+    head: DraftHead,
+    metadata: Metadata,
+    optimizer: dict[str, Tensor],
+    progress: Progress,
+    origin: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write the checkpoint of ``progress.step``, then remove all but the newest ``keep`` and the best.
+
+    Raises CheckpointError where it cannot be written; earlier checkpoints are untouched then.
+    """
+    folder = root / f"step-{progress.step:06d}"
+    if not folder.exists():
+        temporary = root / f".tmp-{folder.name}"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            save_head(temporary, head, metadata)
+            if optimizer:
+                save_tensors(temporary / OPTIMIZER_FILE, optimizer)
+            files = {p.name: sha256(p) for p in sorted(temporary.iterdir())}
+            trainer = {"format": FORMAT, "progress": vars(progress), "files": files, "made_from": origin}
+            write_json(temporary / TRAINER_FILE, trainer)
+            _fsync_folder(temporary)
+            os.rename(temporary, folder)
+            _fsync_folder(root)
+        except Exception as error:  # safetensors reports a full disk as its own SafetensorError
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(_why_not_saved(error, folder)) from error
+    if progress.best_step:
+        write_json(root / BEST_FILE, {"step": progress.best_step, "tau": progress.best_tau})
+    for step, old in list(steps(root).items())[:-keep]:
+        if step != progress.best_step:
+            shutil.rmtree(old)
+    return folder
+
+
+def _why_not_saved(error: Exception, folder: Path) -> str:
+    full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+    why = "the disk is full" if full else f"{type(error).__name__}: {error}"
+    kept = list(steps(folder.parent).values())
+    where = f"{kept[-1]} is intact: make room and run the same command to resume from it" if kept else "none was saved"
+    return f"checkpoint {folder} could not be written: {why}. Last checkpoint: {where}"
+
+
+def clean(root: Path) -> list[str]:
+    """Remove what an interrupted save left behind; returns the names."""
+    left = sorted(root.glob(".tmp-*"))
+    for folder in left:
+        shutil.rmtree(folder)
+    return [p.name for p in left]
+
+
+def check_same_run(folder: Path, origin: dict[str, Any]) -> None:
+    """Raises CheckpointError, naming each differing key with both values, unless the checkpoint comes from the same
+    recipe, data and target as this run."""
+    theirs = _trainer(folder)["made_from"]
+    mine = json.loads(json.dumps(origin))
+    lines = [
+        f"{key}: {theirs.get(key, '(absent)')!r} in the checkpoint, {mine.get(key, '(absent)')!r} now"
+        for key in sorted({*theirs, *mine})
+        if theirs.get(key, "(absent)") != mine.get(key, "(absent)")
+    ]
+    if lines:
+        raise CheckpointError(
+            f"{folder} was made by another run:\n  "
+            + "\n  ".join(lines)
+            + f"\nuse the old values to resume, `--fresh` to start over (the old run is kept aside), another `output`, "
+            f"or train.warm_start={folder} to continue from its head"
+        )
+
+
+def resume(folder: Path, head: DraftHead, draft_ids_sha256: str | None) -> tuple[dict[str, Tensor], Progress]:
+    """Load the head's tensors in place; returns the optimizer's state and the counters. Every file is verified
+    first; raises CheckpointError naming the newest intact checkpoint before a damaged one."""
+    problem = damage(folder)
+    if problem:
+        step = int(folder.name.removeprefix("step-"))
+        intact = [p for s, p in steps(folder.parent).items() if s < step and damage(p) is None]
+        hint = (
+            f"{intact[-1]} is intact: remove or move {folder} away and run the same command to resume from it"
+            if intact
+            else "no earlier checkpoint is intact; `--fresh` starts over"
+        )
+        raise CheckpointError(f"{folder} is damaged: {problem}. {hint}")
+    found = Metadata.read(folder).draft_vocab.sha256
+    if found != draft_ids_sha256:
+        raise CheckpointError(f"{folder}: draft vocabulary {found}, this run chose {draft_ids_sha256}")
+    tensors = read_tensors(folder / HEAD_FILE)
+    tensors.pop("draft_ids", None)
+    load_strict(head, tensors, str(folder / HEAD_FILE))
+    path = folder / OPTIMIZER_FILE
+    return read_tensors(path) if path.exists() else {}, Progress(**_trainer(folder)["progress"])
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None."""
+    try:
+        files = _trainer(folder)["files"]
+    except CheckpointError as error:
+        return str(error)
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        found = sha256(path)
+        if found != expected:
+            return f"{name} has sha256 {found[:12]}..., {TRAINER_FILE} says {expected[:12]}..."
+    return None
+
+
+def _trainer(folder: Path) -> dict[str, Any]:
+    path = folder / TRAINER_FILE
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = data["format"]
+        if found == FORMAT and {"progress", "files", "made_from"} <= data.keys():
+            return data
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
+    raise CheckpointError(f"{path}: format {found!r} with keys {sorted(data)}, this headtrain reads format {FORMAT}")
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

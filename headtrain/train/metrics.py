@@ -1,0 +1,101 @@
+"""Sums of a window of training or of an evaluation, and the numbers that people read."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..types import LossSums
+
+
+def zeros(depths: int, device: torch.device | str = "cpu") -> LossSums:
+    """Sums of nothing."""
+    scalar = torch.zeros((), device=device)
+    return LossSums(scalar, scalar, *[torch.zeros(depths, device=device) for _ in LossSums.PER_DEPTH])
+
+
+def flatten(sums: LossSums, depths: int) -> Tensor:
+    """[2 + 7 * depths] float64 on the CPU, so that ranks add up in one all-reduce and counts stay exact."""
+    padded = sums.detached() + zeros(depths, sums.loss.device)
+    return torch.cat([getattr(padded, f.name).reshape(-1) for f in fields(LossSums)]).cpu().double()
+
+
+def unflatten(flat: Tensor) -> LossSums:
+    depths = (flat.numel() - 2) // len(LossSums.PER_DEPTH)
+    return LossSums(flat[0], flat[1], *flat[2:].split(depths))
+
+
+def report(sums: LossSums) -> dict[str, Any]:
+    """JSON-able numbers. loss: weighted, a supervised position. The lists have one entry a depth: loss, greedy
+    accuracy, expected acceptance under sampling, alpha (conditional acceptance of greedy drafting), cumulative
+    (product of alphas). tau = 1 + sum of cumulative: the simulated acceptance length of a chain as deep as the sums.
+    A depth without any pair reads None, and 0 in ``cumulative``.
+    """
+    sums = sums.detached()
+    alpha = _ratios(sums.chain_hits, sums.chain_pairs)
+    cumulative, product = [], 1.0
+    for a in alpha:
+        product *= a or 0.0
+        cumulative.append(product)
+    return {
+        "loss": float(sums.total) / max(float(sums.count), 1.0),
+        "tau": 1.0 + sum(cumulative),
+        "supervised": int(sums.count),
+        "alpha": alpha,
+        "cumulative": cumulative,
+        "accuracy": _ratios(sums.hits, sums.pairs),
+        "acceptance": _ratios(sums.accept, sums.pairs),
+        "depth_loss": _ratios(sums.loss, sums.loss_count),
+    }
+
+
+def _ratios(part: Tensor, whole: Tensor) -> list[float | None]:
+    return [float(a) / float(b) if float(b) else None for a, b in zip(part.tolist(), whole.tolist(), strict=True)]
+
+
+def scalars(numbers: dict[str, Any], prefix: str) -> dict[str, float]:
+    """The same numbers as flat scalars for trackers: ``prefix/loss``, ``prefix/alpha_1`` ..."""
+    out = {}
+    for name, value in numbers.items():
+        values = {f"{name}_{k}": v for k, v in enumerate(value, 1)} if isinstance(value, list) else {name: value}
+        out |= {f"{prefix}/{n}": float(v) for n, v in values.items() if isinstance(v, (int, float))}
+    return out
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object a line with its optimizer ``step``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, line: dict[str, Any]) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines; a last line that a kill cut off is left out."""
+        if not self.path.exists():
+            return []
+        out = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                out.append(json.loads(line))
+            except ValueError:
+                continue
+        return out
+
+    def truncate(self, step: int) -> None:
+        """Forget every line after ``step``, so that a resumed curve has no duplicates."""
+        lines = [line for line in self.read() if line["step"] <= step]
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)

@@ -1,0 +1,317 @@
+"""The one training loop, to be read from top to bottom.
+
+An optimizer step is ``accumulation`` micro-batches over all ranks, whatever their number. Micro-batch g of the run
+(g = (step - 1) * accumulation + j) is a function of the seed alone, and so is the state of the random generators
+while it is computed: the number of ranks and interruptions change nothing. The gradient is the sum of the losses over
+the global number of supervised positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import math
+import platform
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+import yaml
+
+from .. import vocab
+from ..config import Recipe, RecipeError, Stage, TrainSection, digest
+from ..heads.base import DraftHead
+from ..heads.io import head_metadata
+from ..metadata import TargetIdentity, TrainingPart
+from ..teacher import Teacher
+from ..types import Batch, Features
+from . import checkpoint
+from .backend import Backend, cpu_has_bf16
+from .checkpoint import Progress as Counters
+from .console import TrainConsole
+from .metrics import MetricsFile, flatten, report, scalars, unflatten, zeros
+from .optim import HeadOptimizer, lr_factor
+
+
+class Source(Protocol):
+    """What the trainer reads; ``data.loader.Loader`` is one. ``batches(start, stop)`` yields this rank's micro-batches
+    (every g with g % ranks == rank) by their global number, always the same for the same g."""
+
+    @property
+    def micro_batches_per_epoch(self) -> int: ...
+
+    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, Features]]: ...
+
+
+@dataclass
+class Setup:
+    """What a run trains: a head (target tensors attached), its teacher, and where micro-batches come from.
+    max_length: the longest training row; data_sha256: of the rows and their features."""
+
+    head: DraftHead
+    teacher: Teacher
+    identity: TargetIdentity
+    train: Source
+    held_out: Source | None
+    data_sha256: str
+    max_length: int
+
+
+@dataclass
+class TrainResult:
+    """best: the best checkpoint by simulated tau on held-out rows (None without any); last: the newest. evaluation:
+    the last evaluation's numbers. stopped: the signal that ended the run early, or None."""
+
+    step: int
+    total: int
+    last: Path
+    best: Path | None
+    best_tau: float
+    bad_steps: int
+    evaluation: dict[str, Any] | None
+    stopped: str | None
+
+
+class TrainError(RuntimeError):
+    """A run that cannot go on."""
+
+
+def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False) -> TrainResult:
+    """Train ``setup.head`` in place; resumes the run folder's last checkpoint unless ``fresh`` (an old run is then
+    moved to ``previous-N``). Raises RecipeError, CheckpointError, TrainError."""
+    settings, head, teacher = recipe.train, setup.head, setup.teacher
+    if settings.accumulation % backend.world:
+        raise RecipeError(
+            f"train.accumulation: {settings.accumulation} micro-batches do not divide over {backend.world} ranks; "
+            f"use a multiple of {backend.world}"
+        )
+    if setup.train.micro_batches_per_epoch < 1:
+        raise RecipeError("data.train: no rows to train on")
+    total = total_steps(settings, setup.train.micro_batches_per_epoch)
+    full = head.wants().depth
+    check_depths(settings.depth_schedule, full)
+
+    # --- resume or start
+    run = recipe.output_dir
+    root, curve = run / "checkpoints", MetricsFile(run / "metrics.jsonl")
+    target = setup.identity.model_dump(include={"weights", "tokenizer", "chat_template", "shape"}, mode="json")
+    origin = checkpoint.made_from(recipe, head, setup.data_sha256, backend.precision, target)
+    if backend.main:
+        if fresh:
+            set_aside(run)
+        root.mkdir(parents=True, exist_ok=True)
+        checkpoint.clean(root)
+    backend.wait()
+    counters, state = Counters(), {}
+    found = list(checkpoint.steps(root).values())
+    if found:
+        checkpoint.check_same_run(found[-1], origin)
+        state, counters = checkpoint.resume(found[-1], head, vocab.sha256(head.draft_ids))
+    if backend.main:
+        curve.truncate(counters.step)
+        (run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+
+    backend.prepare(head)
+    teacher = teacher.to(backend.device)
+    bf16_is_fast = backend.device.type != "cpu" or cpu_has_bf16()
+    optimizer = HeadOptimizer(head, settings, torch.bfloat16 if bf16_is_fast else torch.float32)
+    optimizer.load_state(state)
+    if settings.trackers:
+        backend.start_trackers(recipe.name, origin)
+
+    def save() -> Path:
+        """Write a checkpoint (rank 0); all ranks wait for it."""
+        if backend.main:
+            training = TrainingPart(
+                recipe_sha256=digest(origin),
+                data_sha256=setup.data_sha256,
+                tokens=counters.tokens,
+                steps=counters.step,
+                seed=settings.seed,
+                max_length=setup.max_length,
+                versions=versions(),
+            )
+            metadata = head_metadata(head, setup.identity, training=training)
+            checkpoint.save(root, head, metadata, optimizer.state(), counters, origin, settings.keep)
+        backend.wait()
+        return root / f"step-{counters.step:06d}"
+
+    stop, evaluation = StopSignal(), None
+    window = unflatten(torch.tensor(counters.window, dtype=torch.float64)) if counters.window else zeros(full)
+    began, before = time.monotonic(), counters.seconds
+    stream = setup.train.batches(counters.step * settings.accumulation, total * settings.accumulation)
+    with stop, closing(stream), TrainConsole(total, counters.step, counters.packed, quiet=not backend.main) as console:
+        if found:
+            console.say(f"resuming from {found[-1]}: step {counters.step} of {total}")
+        while counters.step < total and not stop.agreed:
+            step = counters.step + 1
+            depth = depth_at(settings.depth_schedule, step, total, full)
+
+            # --- gradient of one optimizer step: this rank's share of its micro-batches
+            sums, packed = zeros(full, backend.device), 0
+            for j in range(backend.rank, settings.accumulation, backend.world):
+                # alone, finishing the micro-batch at hand is enough; ranks stop together, after the exchange below
+                if stop.requested and backend.world == 1:
+                    stop.agreed = True
+                    break
+                batch, features = next(stream)
+                micro = batch.to(backend.device), features.to(backend.device)
+                seed = micro_seed(settings.seed, (step - 1) * settings.accumulation + j)
+                exchange = j + backend.world >= settings.accumulation
+                sums = sums + backend.backward(micro, teacher, depth, seed, exchange)
+                packed += len(batch)
+            if stop.agreed:
+                break  # the part of a gradient that is there is dropped; the resumed run makes it again
+
+            # --- one exchange of numbers between ranks: loss sums, tokens, and whether anyone was told to stop
+            more = torch.tensor([packed, float(stop.requested)], dtype=torch.float64)
+            everyone = backend.sum(torch.cat([flatten(sums, full), more]))
+            sums, packed, stop.agreed = unflatten(everyone[:-2]), int(everyone[-2]), bool(everyone[-1])
+
+            # --- update, or skip a step whose loss or gradient is not finite
+            norm = backend.normalise(float(sums.count), settings.clip)
+            factor = lr_factor(step, total, settings.schedule, settings.warmup, settings.decay, settings.min_lr)
+            good = math.isfinite(norm) and math.isfinite(float(sums.total))
+            if good and sums.count > 0:
+                optimizer.step(factor)
+            optimizer.zero_grad()
+            counters.count(good, packed, int(sums.count), before + time.monotonic() - began)
+            if good:
+                window = window + sums
+            else:
+                console.say(f"step {step}: loss sum {float(sums.total):g}, gradient norm {norm:g}: update skipped")
+                if counters.bad_row >= settings.max_bad_steps:
+                    raise TrainError(too_many_bad(counters, root))
+            console.advance(step)
+
+            # --- log, evaluate, save
+            if step % settings.log_every == 0 or step == total:
+                line = {"step": step, "kind": "train", "depth": depth, "lr": settings.lr * factor, "grad_norm": norm}
+                line |= {"bad_steps": counters.bad, "tokens": counters.tokens} | report(window)
+                line |= {"tokens_per_second": console.line(step, counters.packed, line), "seconds": counters.seconds}
+                write(backend, curve, line)
+                window = zeros(full)
+            counters.window = flatten(window, full).tolist()
+            with console.paused():
+                if setup.held_out is not None and (step % settings.eval_every == 0 or step == total):
+                    evaluation = evaluate(backend, setup.held_out, teacher, full)
+                    write(backend, curve, {"step": step, "kind": "eval"} | evaluation)
+                    console.say(f"step {step}: held-out {summary(evaluation)}")
+                    if evaluation["tau"] > counters.best_tau:
+                        counters.best_step, counters.best_tau = step, evaluation["tau"]
+                if step % settings.save_every == 0 or step in (total, counters.best_step):
+                    save()
+
+        last = save()
+        if counters.step < total:
+            console.say(f"{stop.name}: saved {last}; run the same command again to resume at step {counters.step}")
+    if settings.trackers:
+        backend.finish()
+    best = root / f"step-{counters.best_step:06d}" if counters.best_step else None
+    evaluation = evaluation or next((x for x in reversed(curve.read()) if x["kind"] == "eval"), None)
+    stopped = stop.name if counters.step < total else None
+    return TrainResult(counters.step, total, last, best, counters.best_tau, counters.bad, evaluation, stopped)
+
+
+def evaluate(backend: Backend, source: Source, teacher: Teacher, depth: int) -> dict[str, Any]:
+    """``metrics.report`` over one pass of ``source`` at ``depth``; every rank takes its share, all get the same."""
+    sums = zeros(depth, backend.device)
+    with closing(source.batches(0, source.micro_batches_per_epoch)) as stream:
+        for batch, features in stream:
+            sums = sums + backend.evaluate((batch.to(backend.device), features.to(backend.device)), teacher, depth)
+    return report(unflatten(backend.sum(flatten(sums, depth))))
+
+
+def write(backend: Backend, curve: MetricsFile, line: dict[str, Any]) -> None:
+    """One line of numbers to metrics.jsonl and the trackers."""
+    if backend.main:
+        curve.append(line)
+    numbers = {name: value for name, value in line.items() if name not in ("step", "kind")}
+    backend.log(scalars(numbers, line["kind"]), line["step"])
+
+
+def summary(numbers: dict[str, Any]) -> str:
+    alpha = " ".join("-" if a is None else f"{a:.2f}" for a in numbers["alpha"])
+    return f"loss {numbers['loss']:.3f} tau {numbers['tau']:.3f} alpha {alpha}"
+
+
+def total_steps(settings: TrainSection, micro_batches: int) -> int:
+    """Optimizer steps of a run whose epoch has ``micro_batches``."""
+    return settings.steps or max(1, round(settings.epochs * micro_batches / settings.accumulation))
+
+
+def depth_at(stages: Sequence[Stage], step: int, total: int, full: int) -> int:
+    """The depth of optimizer step ``step`` (1-based): stages end at rounded fractions of ``total``; ``full`` without
+    stages."""
+    gone = 0.0
+    for stage in stages:
+        gone += stage.fraction
+        if step <= round(gone * total):
+            return stage.depth
+    return stages[-1].depth if stages else full
+
+
+def check_depths(stages: Sequence[Stage], full: int) -> None:
+    too_deep = [s.depth for s in stages if s.depth > full]
+    if too_deep:
+        raise RecipeError(f"train.depth_schedule: depth {max(too_deep)}, but the head drafts {full} deep")
+
+
+def micro_seed(seed: int, index: int) -> int:
+    """32 bits for the generators while micro-batch ``index`` is computed."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "big")
+
+
+def set_aside(run: Path) -> None:
+    """Move an old run's checkpoints and curve into ``previous-N``; nothing that was trained is deleted."""
+    old = [p for p in (run / "checkpoints", run / "metrics.jsonl") if p.exists()]
+    if old:
+        number = 1 + sum(1 for _ in run.glob("previous-*"))
+        (run / f"previous-{number}").mkdir()
+        for path in old:
+            path.rename(run / f"previous-{number}" / path.name)
+
+
+def too_many_bad(counters: Counters, root: Path) -> str:
+    kept = list(checkpoint.steps(root).values())
+    return (
+        f"stopped at step {counters.step}: {counters.bad_row} steps in a row had a non-finite loss or gradient "
+        f"({counters.bad} of {counters.step} in all). Last good checkpoint: {kept[-1] if kept else 'none yet'}. "
+        "A lower train.lr, a longer train.warmup or train.precision=fp32 is the usual cure; bad features show at the "
+        "same steps again"
+    )
+
+
+def versions() -> dict[str, str]:
+    names = ("headtrain", "torch", "transformers", "accelerate", "safetensors")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
+
+
+class StopSignal:
+    """SIGTERM and SIGINT as a request to save and stop; a second one ends the process as usual. ``requested``: this
+    rank was told; ``agreed``: all ranks stop."""
+
+    def __init__(self) -> None:
+        self.requested = self.agreed = False
+        self.name = "a signal to another rank"
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._old = {number: signal.signal(number, self._caught) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        self.requested, self.name = True, signal.Signals(number).name
+        signal.signal(number, self._old[number])
