@@ -144,9 +144,9 @@ class Renderer:
             whole.starts[:head] + [x + begin for x in first.starts] + [x + at for x in second.starts],
             whole.ends[:head] + [x + begin for x in first.ends] + [x + at for x in second.ends],
         )
-        return apart if self._decode(apart.ids) == self._decode(whole.ids) else whole
+        return apart if self.decode(apart.ids) == self.decode(whole.ids) else whole
 
-    def _decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
