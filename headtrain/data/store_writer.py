@@ -155,6 +155,8 @@ class ShardWriter:
         }
         temporary = self.path.with_name(self.path.name + ".tmp")
         save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, temporary)
+        # safetensors writes files that only their owner can read: make them as readable as the manifest
+        temporary.chmod((self.path.parent / MANIFEST).stat().st_mode & 0o777)
         with open(temporary, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())

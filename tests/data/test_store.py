@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -32,7 +34,8 @@ from headtrain.data.store import (
     row_hash,
     shard_file,
 )
-from headtrain.types import Batch, Row, Wants
+from headtrain.shift import final_positions
+from headtrain.types import Batch, Features, Row, Wants
 
 LENGTHS = (24, 9, 33, 12, 40, 7, 21)
 
@@ -142,6 +145,37 @@ def test_a_row_costs_only_its_own_bytes(folder, target):
     assert part["layers"].untyped_storage().data_ptr() <= part["layers"].data_ptr()
     assert not isinstance(shard["layers"], torch.Tensor)  # a slice into the mapped file, not a loaded tensor
     assert got.batch([7])[1].layers.untyped_storage().nbytes() == 8 * 3 * 64 * 4
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+def test_no_python_step_for_each_token(tmp_path, form):
+    """The lines run while writing and reading do not depend on the number of tokens."""
+    counts = []
+    for n in (60, 600):
+        rows = tiny.rows((n, n))
+        of = manifest(rows, dtype=form, shard_tokens=10_000)
+        ready = Features(torch.randn(n, 3, 64), final_positions(Batch.pack(rows[:1])), torch.empty(0))
+        ready.final, ready.argmax, ready.lse = torch.randn(m := len(ready.final_at), 64), torch.ones(m), torch.ones(m)
+        lines = 0
+
+        def count(frame, event, argument):
+            nonlocal lines
+            if Path(frame.f_code.co_filename).name not in ("store.py", "store_writer.py", "quantize.py", "loader.py"):
+                return None
+            lines += event == "line"
+            return count
+
+        with StoreWriter(tmp_path / str(n), of) as writer:
+            before = sys.gettrace()
+            sys.settrace(count)
+            shard = writer.shard(0, rows)
+            shard.add(ready)
+            shard.add(ready)
+            shard.close()
+            FeatureStore(tmp_path / str(n), rows=rows).batch([1, 0])
+            sys.settrace(before)
+        counts.append(lines)
+    assert counts[0] == counts[1] > 50
 
 
 # ---- int8
@@ -256,6 +290,11 @@ def test_another_manifest_is_refused_with_old_and_new_values(folder, rows, targe
     ):
         assert line in text
     assert "final_norm" not in text and "last_turn_only" not in text
+
+
+def test_shards_are_as_readable_as_the_manifest(folder, rows, target):
+    store(folder, rows, target)
+    assert len({path.stat().st_mode for path in (folder / "manifest.json", shard_file(folder, 0))}) == 1
 
 
 def test_the_same_target_by_another_name_is_the_same(folder, rows, target):
