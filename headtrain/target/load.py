@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ..config import TargetSection
 from ..metadata import TargetIdentity, write_json
 from ..types import TargetShape
 from .fingerprint import Source, dtype_name, identify_local
+from .gguf_reading import reading_once
 from .model import Target
 from .shape import TargetError, check_expected, shape_from_config
 
@@ -198,6 +200,11 @@ def _load_model(section: TargetSection, place: Place, config: Any, device: torch
     return model
 
 
+def _reading(section: TargetSection, place: Place) -> AbstractContextManager:
+    _arguments(section, place)  # says what to install where gguf is missing
+    return reading_once() if place.gguf else nullcontext()
+
+
 def _dequantising_config() -> Any:
     """transformers >= 5.20 may leave GGUF blocks packed; hidden states need plain weights."""
     try:
@@ -225,15 +232,17 @@ def _refuse_incomplete(section: TargetSection, info: dict[str, Any]) -> None:
 def load_target(section: TargetSection, device: torch.device | str = "cpu") -> Target:
     """Load, freeze, resolve and check a target. Raises TargetError; never leaves a tensor at random.
 
-    A GGUF file takes half a minute each time (see ``convert_to_folder``).
+    A GGUF file takes many seconds each time (see ``convert_to_folder``).
     """
     place, device = locate(section), torch.device(device)
     if place.gguf:
         log.info("reading %s: GGUF files load slowly (parsing and dequantising)", section.path)
-    config = _config(section, place)
-    source = _source(section, place, config)
-    model = _load_model(section, place, config, device)
-    return Target.of(model, load_tokenizer(section), source, section.attention)
+    with _reading(section, place):
+        config = _config(section, place)
+        source = _source(section, place, config)
+        model = _load_model(section, place, config, device)
+        tokenizer = load_tokenizer(section)
+    return Target.of(model, tokenizer, source, section.attention)
 
 
 # -- a plain copy of a GGUF file ---------------------------------------------------------------------------------
@@ -247,6 +256,7 @@ def convert_to_folder(section: TargetSection, folder: str | Path) -> Path:
     of another file is replaced; a folder that headtrain did not write is a TargetError.
     """
     folder, place = Path(folder), locate(section)
+    section = section.model_copy(update={"dtype": "float32"})
     if not place.gguf:
         raise TargetError(f"target {section.path} is not a GGUF file: it needs no converted copy")
     stamp = _stamp(place)
@@ -255,15 +265,17 @@ def convert_to_folder(section: TargetSection, folder: str | Path) -> Path:
         return folder
     if found is None and folder.exists():
         raise TargetError(f"{folder} exists and is not a copy that headtrain made; remove it or choose another folder")
-    config = _config(section, place)
-    source = _source(section, place, config)
     log.info("converting %s to %s, once", section.path, folder)
-    model = _load_model(section, place, config, torch.device("cpu"))
+    with _reading(section, place):
+        config = _config(section, place)
+        source = _source(section, place, config)
+        model = _load_model(section, place, config, torch.device("cpu"))
+        tokenizer = load_tokenizer(section)
     temporary = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     _plain(model).save_pretrained(temporary)
-    load_tokenizer(section).save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
     write_json(temporary / STAMP_FILE, stamp)
     write_json(temporary / SOURCE_FILE, asdict(source))
     for path in temporary.iterdir():
@@ -301,8 +313,10 @@ def _plain(model: torch.nn.Module) -> torch.nn.Module:
     config = type(model.config).from_dict(
         {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
     )
-    plain = type(model)._from_config(config, dtype=torch.float32)
-    plain.load_state_dict(model.state_dict())
+    with torch.device("meta"):  # nothing is initialised or copied: the tensors are handed over
+        plain = type(model)(config)
+    plain.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()}, assign=True)
+    plain.tie_weights()
     if model.generation_config is not None:
         plain.generation_config = model.generation_config
     return plain
