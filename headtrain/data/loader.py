@@ -14,6 +14,9 @@ import torch
 from ..types import Batch, Features, Row, Wants
 from .quantize import Form, as_stored
 
+# The target's taps are hooks on its modules: two forwards at a time (training's read-ahead and an evaluation) would
+# write into each other's features.
+_ONE_FORWARD = threading.Lock()
 OPEN_BINS = 32  # partly filled micro-batches that wait for a row that fits
 
 
@@ -82,7 +85,8 @@ class OnlineSource:
 
     def batch(self, indices: Sequence[int]) -> tuple[Batch, Features]:
         batch = Batch.pack([self.rows[i] for i in indices])
-        features = self.features(batch, self.wants)
+        with _ONE_FORWARD:
+            features = self.features(batch, self.wants)
         return batch, features if self.form is None else as_stored(features, self.form)
 
 

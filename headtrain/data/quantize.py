@@ -2,7 +2,7 @@
 
 ``layers`` may be bfloat16, float32, or int8 with a float32 scale for each token and layer (absmax / 127). The scale
 is float32 and not float16: embeddings of about 1e-3 would put it among float16's subnormals, and 4 bytes beside H
-bytes bytes are nothing. Outlier channels ("massive activations", largest on the first token of a sequence) coarsen the
+bytes are nothing. Outlier channels ("massive activations", largest on the first token of a sequence) coarsen the
 int8 grid of their own token and layer, of no other: on SmolLM2-135M (layers 2, 15, 27), where the largest entry is 12
 to 17 times the root mean square, int8 moves a hidden state by 2.6 to 3.8 % of its norm, bfloat16 by at most 0.2 %.
 

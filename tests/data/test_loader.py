@@ -11,6 +11,7 @@ import torch
 from storing import FakeTarget, assert_same_batch, assert_same_features, store, wants_of
 
 from headtrain.data.loader import Loader, OnlineSource, plan_epoch
+from headtrain.types import Features, Wants
 
 LENGTHS = [int(x) for x in torch.randint(5, 60, (60,), generator=torch.Generator().manual_seed(1))]
 
@@ -129,6 +130,25 @@ def test_waiting_is_measured():
     loader = Loader(Ids([10] * 5, slow=0.05), 10)
     list(loader.batches(0, 4))
     assert loader.waited > 0.1
+
+
+def test_on_the_fly_forwards_never_overlap(rows):
+    """Training reads ahead while an evaluation runs the same target."""
+    running, most = 0, 0
+
+    def features(batch, wants):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.01)
+        running -= 1
+        return Features(torch.zeros(len(batch), 0, 4), torch.zeros(0), torch.zeros(0, 4))
+
+    training, held_out = (Loader(OnlineSource(rows, features, Wants(())), 200, s) for s in (0, 1))
+    stream = training.batches(0, 8)
+    next(stream)
+    assert len(list(held_out.batches(0, 5))) == 5
+    assert len(list(stream)) == 7 and most == 1
 
 
 # ---- offline equals on the fly
