@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ..metadata import Metadata, RouteAcceptance
-from .engines import Engine
+from .engines import Engine, launch_command
 
 FILE = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -18,20 +18,26 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 def front_matter(metadata: Metadata) -> dict[str, Any]:
     """The card's YAML: no license, since the user chooses it; base_model only where the target has a Hub id."""
-    name = metadata.target.name
     matter: dict[str, Any] = {"library_name": "headtrain"}
-    if _HUB_ID.fullmatch(name) and not os.path.isdir(name):
-        matter["base_model"] = name
+    if _on_hub(metadata.target.name):
+        matter["base_model"] = metadata.target.name
     matter["tags"] = ["speculative-decoding", "draft-head", metadata.head.kind, "headtrain"]
     matter["pipeline_tag"] = "text-generation"
     return matter
 
 
-def card_text(metadata: Metadata, engine: Engine, notes: list[str], launch: str) -> str:
-    """The whole card; only what the metadata says, no dates, so that equal exports have equal cards."""
+def _on_hub(name: str) -> bool:
+    return bool(_HUB_ID.fullmatch(name)) and not os.path.isdir(name)
+
+
+def card_text(metadata: Metadata, engine: Engine, notes: list[str], k: int) -> str:
+    """The whole card. k: drafted tokens in the launch command. Only what the metadata says, no dates and no local
+    paths, so that two exports of one checkpoint have the same card wherever they lie."""
     target, head = metadata.target, metadata.head
     shape = target.target_shape()
     name = _shown(target.name)
+    method = metadata.export.method if metadata.export else ""
+    launch = launch_command(engine, method, target.name if _on_hub(target.name) else "TARGET", "THIS_FOLDER", k)
     matter = yaml.safe_dump(front_matter(metadata), sort_keys=False, allow_unicode=True)
     parts = [
         f"---\n{matter}---\n",
@@ -63,8 +69,8 @@ def card_text(metadata: Metadata, engine: Engine, notes: list[str], launch: str)
     return "\n".join(p for p in parts if p)
 
 
-def write_card(folder: Path, metadata: Metadata, engine: Engine, notes: list[str], launch: str) -> None:
-    (folder / FILE).write_text(card_text(metadata, engine, notes, launch), encoding="utf-8")
+def write_card(folder: Path, metadata: Metadata, engine: Engine, notes: list[str], k: int) -> None:
+    (folder / FILE).write_text(card_text(metadata, engine, notes, k), encoding="utf-8")
 
 
 def _shown(name: str) -> str:

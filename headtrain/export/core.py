@@ -19,7 +19,7 @@ from ..metadata import FILE as METADATA_FILE
 from ..metadata import ExportPart, Metadata, RouteAcceptance, write_json
 from ..types import TargetShape, TargetWeights
 from .card import write_card
-from .engines import NATIVE, Engine, ExportError, launch_command, resolve
+from .engines import ENGINES, NATIVE, Engine, ExportError, launch_command, resolve
 from .folder import CONFIG, DTYPE_KEY, FORBIDDEN, WEIGHTS, verify_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,8 +77,7 @@ def export_head(
         _prove(temporary, head, row, spec)
         for note in _length_warnings(metadata):
             warnings.warn(note, stacklevel=2)
-        launch = launch_command(row, spec.method, metadata.target.name, out, _draft_length(metadata))
-        write_card(temporary, metadata, row, spec.notes, launch)
+        write_card(temporary, metadata, row, spec.notes, _draft_length(metadata))
         _publish(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -175,6 +174,15 @@ def _drafts(head: DraftHead, weights: TargetWeights, depth: int) -> Tensor:
         token = best if head.draft_ids is None else head.draft_ids[best]
         rows.append(session.expand(torch.tensor([node - 1]), token)[0])
     return torch.stack(rows)
+
+
+def launch_line(export: str | Path, target: str | None = None) -> str:
+    """The command that starts the engine with an exported folder; target: default what the metadata calls it."""
+    metadata = Metadata.read(export)
+    if metadata.export is None:
+        raise ExportError(f"{export} is a checkpoint; export it first")
+    row, name = ENGINES[metadata.export.engine], target or metadata.target.name
+    return launch_command(row, metadata.export.method, name, export, _draft_length(metadata))
 
 
 def _draft_length(metadata: Metadata) -> int:

@@ -30,11 +30,12 @@ TOLERANCE = {"float32": 2e-3, "bfloat16": 6e-2, "float16": 2e-2}
 @dataclass(frozen=True)
 class ProbeResult:
     """layers: mean relative error by layer index; final: the same of the final feature; greedy: share of positions
-    where the greedy token is the stored one."""
+    where the greedy token is the stored one; tolerance: what rounding explains, by the coarser of the two dtypes."""
 
     layers: dict[int, float]
     final: float
     greedy: float
+    tolerance: float
 
     @property
     def worst(self) -> float:
@@ -81,7 +82,8 @@ def compare(probe: dict[str, Tensor], target) -> ProbeResult:
     found = _features(target, probe["ids"].tolist(), tuple(layer_ids))
     errors = {layer: _relative(found.layers[:, j], probe["layers"][:, j]) for j, layer in enumerate(layer_ids)}
     same = (found.argmax.cpu() == probe["argmax"]).float().mean()
-    return ProbeResult(errors, _relative(found.final, probe["final"]), float(same))
+    tolerance = max(TOLERANCE.get(str(x.dtype).removeprefix("torch."), 0.06) for x in (found.final, probe["final"]))
+    return ProbeResult(errors, _relative(found.final, probe["final"]), float(same), tolerance)
 
 
 def _relative(found: Tensor, stored: Tensor) -> float:
