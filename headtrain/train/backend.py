@@ -115,16 +115,23 @@ class Backend:
 
     def normalise(self, count: float, clip: float) -> float:
         """Divide the accumulated gradient by the global supervised ``count`` and clip it by its global norm, in one
-        pass. Returns the norm before clipping (not finite: nothing was changed)."""
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        if not grads:
-            return 0.0
+        pass. Returns the norm before clipping (not finite: nothing was changed).
+
+        A gradient that is zero throughout is taken away: nothing of this step used the parameter, and its optimizer
+        state must not depend on whether an exchange between ranks filled in the zeros.
+        """
+        used = [p for p in self._parameters if p.grad is not None]
+        norms = torch.stack(torch._foreach_norm([p.grad for p in used])).double().tolist() if used else []
+        for p, norm in zip(used, norms, strict=True):
+            if norm == 0:
+                p.grad = None
         # DDP averaged the ranks' sums: times world is their sum.
         scale = self.world / max(count, 1.0)
-        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)).double())) * scale
-        if math.isfinite(norm):
-            torch._foreach_mul_(grads, scale * min(1.0, clip / (norm + 1e-6)))
-        return norm
+        total = math.sqrt(sum(n * n for n in norms)) * scale
+        grads = [p.grad for p in used if p.grad is not None]
+        if grads and math.isfinite(total):
+            torch._foreach_mul_(grads, scale * min(1.0, clip / (total + 1e-6)))
+        return total
 
     def sum(self, values: Tensor) -> Tensor:
         """All ranks' values added up; on the CPU."""

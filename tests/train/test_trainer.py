@@ -108,6 +108,15 @@ def test_clipping_by_global_norm(backend):
     assert float(after) == pytest.approx(0.5, rel=1e-4)
 
 
+def test_a_parameter_without_gradient_is_left_alone(backend):
+    """Zeros that an exchange between ranks fills in and no gradient at all are the same to the optimizer."""
+    head = toyhead.Toy(toyhead.ToyConfig())
+    backend.prepare(head)
+    head.mix[0].grad, head.mix[1].grad = torch.ones_like(head.mix[0]), torch.zeros_like(head.mix[1])
+    backend.normalise(1.0, 1e9)
+    assert head.mix[0].grad is not None and head.mix[1].grad is None and head.mix[2].grad is None
+
+
 def test_all_masked_batches(tmp_path, backend):
     """Nothing to learn: finite, no step taken, no bad step, the head stays."""
     rows = [Row(list(range(3, 23)), [0] * 20) for _ in range(6)]
