@@ -104,6 +104,7 @@ def test_sigint_at_any_micro_batch(tmp_path, backend, at):
     assert all(torch.equal(whole[n], part[n]) for n in whole)
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path, backend):
     """CASES 36 between processes: unequal supervised counts, noise, a depth schedule that leaves parameters unused, and
     an evaluation with an odd number of batches. Tolerance: sums are taken in another order."""

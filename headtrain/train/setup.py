@@ -1,0 +1,203 @@
+"""From a recipe to what the loop trains: target, rows, features, draft vocabulary, head."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from .. import vocab
+from ..capture import Rows, capture, count_tokens, head_wants, plan_rows
+from ..config import Recipe, RecipeError
+from ..data.chat import rows_digest
+from ..data.loader import Loader, OnlineSource
+from ..data.manifest import MANIFEST, Manifest, StoreError
+from ..data.store import FeatureStore
+from ..heads.base import DraftHead, HeadConfig
+from ..heads.catalog import build_head, head_class, parse_head
+from ..heads.io import head_tensors, load_head, load_strict
+from ..metadata import MetadataError, TargetIdentity
+from ..target.load import load_target
+from ..target.model import Target
+from ..types import Batch, Features, TargetShape, TargetWeights, Wants
+from . import checkpoint
+from .backend import Backend
+from .trainer import Setup, check_depths
+
+
+def prepare_run(recipe: Recipe, backend: Backend, console: Console) -> Setup:
+    """Load the target (its teacher is checked on a probe there), render rows, see that features are there, choose the
+    draft vocabulary, build and start the head.
+
+    Where features are stored the target's body is given up afterwards: training needs its embedding and lm_head only.
+    Raises RecipeError, DataError, TargetError, StoreError, CheckpointError.
+    """
+    config = parse_head(recipe.head)
+    console.print(f"loading the target {recipe.target.path}", markup=False)
+    target = load_target(recipe.target, backend.device)
+    wants = head_wants(recipe, target.shape)
+    check_depths(recipe.train.depth_schedule, wants.depth)
+    rows = plan_rows(recipe, target.tokenizer)
+    for name, split in rows.items():
+        for line in split.report:
+            console.print(f"{name}: {line}", markup=False)
+    sources = _stored(recipe, target, rows, backend, console) if recipe.features.mode == "offline" else None
+    if sources is None:
+        sources = _online(recipe, target, wants, rows)
+    loaders = {
+        name: Loader(
+            source,
+            recipe.train.batch_tokens,
+            recipe.train.seed if name == "train" else 0,
+            rank=backend.rank,
+            ranks=backend.world,
+            device=backend.device,
+        )
+        for name, source in sources.items()
+    }
+    weights, train_rows = target.weights(), rows["train"].rows
+    head = make_head(recipe, config, target.shape, weights, target.identity, rows["train"], console)
+    setup = Setup(
+        head=head,
+        teacher=target.teacher(),
+        identity=target.identity,
+        train=loaders["train"],
+        held_out=loaders.get("eval"),
+        data_sha256=rows_digest(train_rows),
+        max_length=max(map(len, train_rows)),
+    )
+    if recipe.features.mode == "offline":
+        del target, weights
+        gc.collect()
+        if backend.device.type == "cuda":
+            torch.cuda.empty_cache()
+    parameters = sum(p.numel() for p in head.trainable().values())
+    console.print(
+        f"{config.kind}: {parameters / 1e6:.1f} M trained parameters, draft vocabulary {head.draft_vocab_size:,}, "
+        f"{rows['train'].tokens:,} tokens in {len(train_rows):,} rows, precision {backend.precision} on "
+        f"{backend.world} x {backend.device.type}",
+        markup=False,
+    )
+    return setup
+
+
+# -- features ---------------------------------------------------------------------------------------------------
+
+
+def _stored(
+    recipe: Recipe, target: Target, rows: dict[str, Rows], backend: Backend, console: Console
+) -> dict[str, FeatureStore]:
+    """Open the stores; rank 0 first captures what is missing (nothing, where all is there), the others wait for it."""
+    folder = recipe.features_dir
+    if backend.main:
+        capture(recipe, target=target, rows=rows, console=console)
+    while not all(_finished(folder / name) for name in rows):
+        time.sleep(1.0)  # no barrier: a long capture would run into the process group's timeout
+    backend.wait()
+    return {name: FeatureStore(folder / name, verify=backend.main, rows=split.rows) for name, split in rows.items()}
+
+
+def _finished(folder: Path) -> bool:
+    if not (folder / MANIFEST).is_file():
+        return False
+    try:
+        return len(list(folder.glob("shard-*.json"))) == len(Manifest.read(folder).shards) - 1
+    except StoreError:
+        return False
+
+
+def _online(recipe: Recipe, target: Target, wants: Wants, rows: dict[str, Rows]) -> dict[str, OnlineSource]:
+    """Features computed when asked for, rounded as a store would. Training reads ahead in a thread while evaluation
+    asks from another one, and the target's hooks serve one forward at a time: hence the lock."""
+    lock = threading.Lock()
+
+    def features(batch: Batch, wants: Wants) -> Features:
+        with lock:
+            return target.features(batch, wants)
+
+    return {name: OnlineSource(split.rows, features, wants, recipe.features.dtype) for name, split in rows.items()}
+
+
+# -- the head ---------------------------------------------------------------------------------------------------
+
+
+def make_head(
+    recipe: Recipe,
+    config: HeadConfig,
+    shape: TargetShape,
+    weights: TargetWeights,
+    identity: TargetIdentity,
+    rows: Rows,
+    console: Console,
+) -> DraftHead:
+    """Build, attach and start the head: from ``train.warm_start``, from the target, or at random, as the recipe says.
+    The same recipe gives the same head on every rank and at every resume."""
+    size = head_class(config.kind).uses_draft_vocab(config, shape)
+    warm = None
+    if recipe.train.warm_start is not None:
+        warm, draft_ids = _warm(recipe.train.warm_start, config, size, identity, console)
+    else:
+        draft_ids = None if size is None else _choose(rows, shape, size)
+    torch.manual_seed(recipe.train.seed)
+    head = build_head(config, shape, draft_ids)
+    head.attach(weights)
+    if warm is not None:
+        if warm.wants().layers != head.wants().layers:
+            raise RecipeError(
+                f"train.warm_start: {recipe.train.warm_start} reads target layers {list(warm.wants().layers)}, this "
+                f"recipe's head {list(head.wants().layers)}"
+            )
+        tensors = head_tensors(warm)
+        tensors.pop("draft_ids", None)
+        try:
+            load_strict(head, tensors, recipe.train.warm_start)
+        except ValueError as error:
+            raise RecipeError(f"train.warm_start: {error}") from None
+        console.print(f"started from {recipe.train.warm_start}", markup=False)
+    elif recipe.train.init == "target":
+        for line in head.init_from_target(weights):
+            console.print(f"init: {line}", markup=False)
+    return head
+
+
+def _choose(rows: Rows, shape: TargetShape, size: int) -> Tensor:
+    try:
+        return vocab.choose(count_tokens(rows.rows, shape.vocab_size), size)
+    except ValueError as error:
+        raise RecipeError(f"head: {error}") from None
+
+
+def _warm(
+    path: str, config: HeadConfig, size: int | None, identity: TargetIdentity, console: Console
+) -> tuple[DraftHead, Tensor | None]:
+    """The head to continue from, and its draft vocabulary, which stays as it was whatever the new corpus holds."""
+    if not Path(path).is_dir():
+        raise RecipeError(
+            f"train.warm_start: no folder {path!r}; expected a run, a checkpoint or an export in this project's own "
+            "form on this machine (nothing is fetched, and nothing is started at random instead)"
+        )
+    folder = checkpoint.find(path)
+    try:
+        warm, metadata = load_head(folder)
+    except (MetadataError, ValueError) as error:
+        raise RecipeError(f"train.warm_start: {error}") from None
+    if metadata.head.kind != config.kind:
+        raise RecipeError(f"train.warm_start: {folder} is a {metadata.head.kind!r} head, the recipe's {config.kind!r}")
+    differences = metadata.target.differences(identity)
+    fatal = [line for line in differences if line.startswith(("target shape", "target tokenizer"))]
+    if fatal:
+        raise RecipeError(f"train.warm_start: {folder} was trained on another target:\n  " + "\n  ".join(fatal))
+    for line in differences:  # the same target in another version: what a warm start is for
+        console.print(f"warm start on another version of the target: {line}", markup=False)
+    found = None if warm.draft_ids is None else warm.draft_ids.numel()
+    if found != size:
+        raise RecipeError(
+            f"train.warm_start: {folder} has a draft vocabulary of {found or 'all tokens'}, the recipe asks for "
+            f"{size or 'all tokens'}; it stays as it was trained: set the head's draft vocabulary size to it"
+        )
+    return warm, warm.draft_ids

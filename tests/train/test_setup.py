@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from headtrain.config import Recipe, RecipeError
+from headtrain.heads.io import load_head, read_tensors
+from headtrain.metadata import Metadata
+from headtrain.train import __main__ as command
+from headtrain.train.backend import Backend, resolve_precision
+from headtrain.train.setup import prepare_run
+from headtrain.train.trainer import train
+
+WORDS = ["quick", "brown", "fox", "lazy", "dog", "target", "model", "reads", "hidden", "state", "draft", "head"]
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return Backend("fp32")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for name, count, shift in (("train", 24, 0), ("eval", 6, 5)):
+        lines = []
+        for i in range(count):
+            words = [WORDS[(i * 7 + j * (1 + i % 3) + shift) % 12] for j in range(14)]
+            turns = [("user", " ".join(words[:3])), ("assistant", " ".join(words[2:]))]
+            lines.append(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def recipe(tiny_folder, data, tmp_path) -> Recipe:
+    return Recipe(
+        name="tiny",
+        target={"path": str(tiny_folder)},
+        data={"train": [str(data / "train.jsonl")], "eval": [str(data / "eval.jsonl")], "max_length": 200},
+        features={"dtype": "float32"},
+        head={"kind": "eagle3", "depth": 3, "draft_vocab_size": 64},
+        train=dict(steps=4, batch_tokens=256, accumulation=2, lr=3e-3, save_every=2, eval_every=2, precision="fp32"),
+        output=str(tmp_path / "run"),
+    )
+
+
+def quiet() -> Console:
+    return Console(stderr=True, quiet=True)
+
+
+def test_offline_equals_online(recipe, backend, tmp_path):
+    """The same head from stored and from fresh features; and the run leaves a loadable checkpoint."""
+    offline = train(recipe, prepare_run(recipe, backend, quiet()), backend)
+    online = recipe.model_copy(deep=True)
+    online.features.mode, online.output = "online", str(tmp_path / "online")
+    other = train(online, prepare_run(online, backend, quiet()), backend)
+    a, b = read_tensors(offline.last / "head.safetensors"), read_tensors(other.last / "head.safetensors")
+    # Tolerance: the target's forward over other neighbours rounds differently, and AdamW's first steps amplify it.
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-4)
+    assert offline.evaluation["loss"] == pytest.approx(other.evaluation["loss"], rel=1e-3)
+    head, metadata = load_head(offline.best)
+    assert metadata.training.steps in (2, 4) and metadata.training.tokens > 0 and metadata.training.max_length > 20
+    assert metadata.draft_vocab.size == 64 and head.draft_ids.numel() == 64
+    again = train(recipe, prepare_run(recipe, backend, quiet()), backend)  # features are there, the run is finished
+    assert again.step == 4 and again.last == offline.last
+
+
+def test_another_kind_of_head(recipe, backend):
+    recipe.head = {"kind": "medusa"}
+    recipe.train.depth_schedule = [{"fraction": 0.5, "depth": 1}, {"fraction": 0.5, "depth": 2}]
+    result = train(recipe, prepare_run(recipe, backend, quiet()), backend)
+    assert result.step == 4 and result.evaluation["loss"] > 0
+
+
+def test_warm_start_freezes_the_map(recipe, backend, data, tmp_path):
+    """CASES 18."""
+    first = train(recipe, prepare_run(recipe, backend, quiet()), backend)
+    other = recipe.model_copy(deep=True)
+    other.output = str(tmp_path / "second")
+    text = json.dumps(
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "0 1 2 + - * /"}]}
+    )
+    (tmp_path / "other.jsonl").write_text("\n".join([text] * 8))
+    other.data.train = [str(tmp_path / "other.jsonl")]
+    other.train.warm_start = str(tmp_path / "run")
+    warm = prepare_run(other, backend, quiet())
+    trained, _ = load_head(first.best)
+    assert torch.equal(warm.head.draft_ids, trained.draft_ids)
+    for name, value in trained.state_dict().items():
+        assert torch.equal(warm.head.state_dict()[name], value), name
+    for changes, message in (
+        (dict(draft_vocab_size=32), "draft vocabulary of 64, the recipe asks for 32"),
+        (dict(layers=[1, 2, 3]), r"reads target layers .*\[1, 2, 3\]"),
+        (dict(kind="medusa"), "is a 'eagle3' head, the recipe's 'medusa'"),
+    ):
+        bad = other.model_copy(deep=True)
+        bad.features.mode = "online"
+        bad.head = {"kind": "medusa"} if "kind" in changes else {**other.head, **changes}
+        with pytest.raises(RecipeError, match=message):
+            prepare_run(bad, backend, quiet())
+    meta = json.loads((first.best / "headtrain.json").read_text())
+    meta["target"]["tokenizer"] = "other"
+    (first.best / "headtrain.json").write_text(json.dumps(meta))
+    other.train.warm_start = str(first.best)
+    with pytest.raises(RecipeError, match="(?s)trained on another target.*tokenizer: 'other' against"):
+        prepare_run(other, backend, quiet())
+
+
+@pytest.mark.parametrize("path", ["someone/eagle3-head", "no/such/folder/here"])
+def test_warm_start_that_is_no_folder_is_an_error(recipe, backend, path):
+    """CASES 40: never a random start."""
+    recipe.train.warm_start, recipe.features.mode = path, "online"
+    with pytest.raises(RecipeError, match=f"no folder '{path}'"):
+        prepare_run(recipe, backend, quiet())
+
+
+def test_same_start_every_time(recipe, backend):
+    recipe.train.init, recipe.features.mode = "random", "online"
+    one = prepare_run(recipe, backend, quiet()).head.state_dict()
+    torch.manual_seed(99)
+    two = prepare_run(recipe, backend, quiet()).head.state_dict()
+    assert all(torch.equal(one[n], two[n]) for n in one)
+
+
+def test_only_the_head_moves(recipe, backend):
+    """The target's tensors that the head shares are the same after training."""
+    recipe.features.mode = "online"
+    run = prepare_run(recipe, backend, quiet())
+    before = {n: b.clone() for n, b in run.head.named_buffers()}
+    weight = run.teacher.weight.clone()
+    train(recipe, run, backend)
+    assert torch.equal(weight, run.teacher.weight) and not run.teacher.weight.requires_grad
+    assert before and all(torch.equal(before[n], b) for n, b in run.head.named_buffers())
+
+
+def write(recipe: Recipe, folder: Path) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    return path
+
+
+def run_command(*arguments: str):
+    app = typer.Typer()
+    app.command()(command.main)
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("train.lr=-1", "train.lr"),
+        ("head.kind=eagel3", "did you mean 'eagle3'"),
+        ("target.path=/nowhere", "nowhere"),
+        ("train.warm_start=a/b", "no folder 'a/b'"),
+        ("data.train=[/nowhere.jsonl]", "nowhere.jsonl"),
+        ("train.depth_schedule=[{fraction: 1, depth: 9}]", "depth 9, but the head drafts 3"),
+        ("head.draft_vocab_size=0", "head (eagle3)"),
+    ],
+)
+def test_errors_are_one_message_and_exit_code_2(recipe, tmp_path, override, message):
+    got = run_command(str(write(recipe, tmp_path)), override)
+    assert got.exit_code == 2, got.output
+    assert message in got.output and "Traceback" not in got.output
+
+
+@pytest.mark.slow
+def test_trackers(recipe, tmp_path):
+    """TensorBoard and offline wandb in a process of their own, since accelerate keeps its trackers for good."""
+    recipe.train.trackers = ["tensorboard", "wandb"]
+    recipe.train.log_every = 1
+    env = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "headtrain.train", str(write(recipe, tmp_path))], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "run").rglob("events.out.tfevents.*")) and list(tmp_path.rglob("*.wandb"))
+    assert "held-out at the end" in done.stderr
+
+
+def test_missing_tracker_names_the_extra(monkeypatch):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"pip install 'headtrain\[wandb\]'"):
+        Backend("fp32", ["wandb"])
+
+
+@pytest.mark.slow
+def test_the_launcher_passes_sigterm_on(recipe, tmp_path):
+    """`accelerate launch` told to stop: its child saves and ends, instead of training on as an orphan."""
+    recipe.train.steps, recipe.train.log_every, recipe.train.save_every = 4000, 1, 4000
+    config = Path(__file__).parents[2] / "recipes/backend/single.yaml"
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+        + ["-m", "headtrain.train", str(write(recipe, tmp_path))],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    curve = tmp_path / "run/metrics.jsonl"
+    for _ in range(1800):
+        if (curve.exists() and curve.stat().st_size) or launcher.poll() is not None:
+            break
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    out, _ = launcher.communicate(timeout=60)  # ends when the child, too, has closed its output
+    assert "SIGTERM: saved" in out and "Traceback" not in out and "not passed" not in out, out
+    (saved,) = (tmp_path / "run/checkpoints").glob("step-*")
+    assert Metadata.read(saved).training.steps == int(saved.name[5:])
+
+
+def test_precision():
+    cpu = torch.device("cpu")
+    assert resolve_precision("bf16", cpu) == "bf16" and resolve_precision("fp32", cpu) == "fp32"
+    flags = Path("/proc/cpuinfo").read_text()
+    has = "avx512_bf16" in flags or "amx_bf16" in flags
+    assert resolve_precision("auto", cpu) == ("bf16" if has else "fp32")
