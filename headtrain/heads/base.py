@@ -96,6 +96,11 @@ class DraftHead(nn.Module, ABC):
         a finite zero with zero gradients."""
 
     @abstractmethod
+    def flops(self, batch: Batch, depth: int) -> float:
+        """Floating-point operations (a multiply-add is two) of the matrix products that one training step of
+        ``batch`` cannot avoid, forward and backward; what is recomputed to save memory is not counted."""
+
+    @abstractmethod
     def session(self, max_length: int) -> Session: ...
 
     @abstractmethod

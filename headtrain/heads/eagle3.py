@@ -226,6 +226,23 @@ class Eagle3(DraftHead):
                 g = final
         return out
 
+    def flops(self, batch: Batch, depth: int) -> float:
+        pairs, shape = pair_mask(batch, depth), self.shape
+        start = pairs[0].nonzero().squeeze(1)
+        last = torch.full((batch.cu.numel() - 1,), -1).scatter_reduce(0, batch.doc[start], batch.pos[start], "amax")
+        keys, rows = int((last + 1).sum()), start.numel()  # positions that some query sees; queries of step 0
+        deep, later = int(pairs.sum()), int(pairs[1:].sum())  # (position, step) pairs; those of steps >= 1
+        size, inner = shape.hidden_size, shape.num_heads * shape.head_dim
+        kv = 2 * shape.num_kv_heads * shape.head_dim
+        seen = sum(int((batch.pos[p] + 1 + s).sum()) for s, p in enumerate(pairs))  # keys over all queries
+        macs = 2 * keys * self.fc.weight.numel()  # forward and weight gradient: the features are frozen
+        macs += 3 * keys * 2 * size * kv + 3 * later * size * kv  # keys and values; the embedding half once a token
+        macs += 3 * (rows + deep) * size * inner  # queries, likewise
+        macs += 3 * deep * (inner * size + 3 * size * self.intermediate)
+        macs += 6 * seen * inner  # two products forward, four backward
+        macs += (3 * deep + rows) * size * self.draft_vocab_size  # draft logits; the teacher's rows once
+        return 2.0 * macs
+
     def _restricted(self, teacher: Teacher) -> Teacher:
         """The teacher over the draft vocabulary, gathered once for each teacher."""
         if self.draft_ids is None:

@@ -124,6 +124,16 @@ class Medusa(DraftHead):
         lm_heads = self._lm_heads()
         return vocab_loss(hidden, lm_heads[:depth], targets, align_pairs(pairs, start), weight)
 
+    def flops(self, batch: Batch, depth: int) -> float:
+        pairs, size = pair_mask(batch, depth), self.shape.hidden_size
+        deep, rows = int(pairs.sum()), int(pairs[0].sum())
+        blocks = 3 * self.config.num_layers - 1  # the first block's input is frozen: no gradient of it
+        macs = deep * blocks * size * size
+        macs += deep * (3 if self.config.own_lm_head else 2) * size * self.draft_vocab_size
+        if self.config.labels == "soft":
+            macs += rows * size * self.draft_vocab_size
+        return 2.0 * macs
+
     def session(self, max_length: int) -> Session:
         return _MedusaSession(self)
 
