@@ -1,0 +1,1 @@
+"""Lossless speculative decoding on the target: drafters, verification, the loops."""
