@@ -23,6 +23,8 @@ from . import DataError
 from .chat import Renderer
 from .conversations import Conversation
 
+MIN_CUT = 8  # tokens of a cut answer that are worth keeping
+CUT_TRIES = 8  # tokens before the first difference that may have to go, too
 SAY_EVERY = 30.0  # seconds between lines where there is no terminal
 
 
@@ -78,9 +80,10 @@ def regenerate(
     each has its own seed from (seed, its first row, sample), so stopping and resuming changes nothing.
 
     Each line has id, route, messages, tools where there are some, and generated_by {model, temperature, top_p,
-    seed, sample, max_new_tokens, finish}; finish is "length" where max_new_tokens ended the answer, else "stop".
-    ``truncated: true`` beside finish "stop" says that another token than the template's end of turn ended it.
-    Answers whose text would not give the generated ids again are dropped and counted.
+    seed, sample, max_new_tokens, finish}. finish: "stop"; "length" where max_new_tokens ended the answer; "cut" where
+    the text from there on would not give the generated tokens again (targets sample spellings that their tokenizer
+    never writes; what comes before is kept, or nothing where that is under MIN_CUT tokens). ``truncated: true`` says
+    that the template's end of turn was not the target's own, so that it is not supervised.
 
     While it runs, answers are in OUT.partial; a second call goes on from there and from OUT. Raises DataError for
     settings that differ from those of the answers found there, and for conversations that cannot be prompts.
@@ -219,23 +222,39 @@ def _line(renderer: Renderer, task: _Task, answer: _Answer | None, settings: dic
     made = line["generated_by"] = {**settings, "sample": task.key[1]}
     if answer is None:
         return {**line, "dropped": "prompt and max_new_tokens exceed the target's window"}
-    made["finish"] = "length" if answer.stop is None else "stop"
     ids, end_id = answer.ids, renderer.template.end_id
-    text = renderer.decode(ids)
-    while answer.stop is None and ids and text.endswith("\ufffd"):  # the limit fell inside a character
+    made["finish"] = "length" if answer.stop is None else "stop"
+    whole = answer.stop is not None and answer.stop == end_id
+    while answer.stop is None and ids and renderer.decode(ids).endswith("\ufffd"):  # the limit fell inside a character
         ids = ids[:-1]
-        text = renderer.decode(ids)
-    if not text.strip():
+    if not renderer.decode(ids).strip():
         return {**line, "dropped": "empty answer"}
-    truncated = answer.stop is None or answer.stop != end_id
-    messages = [*c.messages, {"role": "assistant", "content": text}]
-    row = renderer.render(replace(c, messages=messages, verbatim=True, truncated=truncated))
-    if row.ids != task.prompt + ids + ([] if end_id is None else [end_id]):
-        return {**line, "dropped": "its text does not give the generated tokens again"}
+    messages, same = _retokenised(renderer, task, ids, whole)
+    if same < len(ids):
+        made["finish"], whole = "cut", False
+        for length in range(same, max(same - CUT_TRIES, MIN_CUT - 1), -1):
+            messages, same = _retokenised(renderer, task, ids[:length], whole)
+            if same == length:
+                break
+        else:
+            return {**line, "dropped": "its text does not give the generated tokens again"}
     line["messages"] = messages
-    if truncated and answer.stop is not None:
+    if not whole:
         line["truncated"] = True
     return line
+
+
+def _retokenised(renderer: Renderer, task: _Task, ids: list[int], whole: bool) -> tuple[list[dict[str, Any]], int]:
+    """The conversation with the answer ``ids`` as text, and how many of them its rendering gives again."""
+    answer = {"role": "assistant", "content": renderer.decode(ids)}
+    messages = [*task.conversation.messages, answer]
+    row = renderer.render(replace(task.conversation, messages=messages, verbatim=True, truncated=not whole))
+    end = [] if renderer.template.end_id is None else [renderer.template.end_id]
+    wanted = task.prompt + ids + end
+    if row.ids == wanted:
+        return messages, len(ids)
+    same = next((i for i, (a, b) in enumerate(zip(row.ids, wanted, strict=False)) if a != b), len(wanted) - 1)
+    return messages, min(max(same - len(task.prompt), 0), len(ids) - 1)
 
 
 def _found(path: Path, tasks: list[_Task], settings: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
