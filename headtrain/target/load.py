@@ -184,6 +184,7 @@ def _model_class(config: Any) -> Any:
 
 def _load_model(section: TargetSection, place: Place, config: Any, device: torch.device) -> torch.nn.Module:
     more = _arguments(section, place)
+    more["ignore_mismatched_sizes"] = True  # named in the loading info, and refused by us
     if section.attention in ("eager", "sdpa"):
         more["attn_implementation"] = section.attention
     if place.gguf and _dequantising_config() is not None:

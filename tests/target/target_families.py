@@ -26,9 +26,7 @@ SIZES = dict(
 )
 BASE = dict(SIZES, head_dim=8)
 MOE = dict(BASE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-GEMMA3 = dict(
-    BASE, sliding_window=5, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"] * 2
-)
+GEMMA3 = dict(BASE, sliding_window=5, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"] * 2)
 VISION = dict(
     hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2, image_size=28, patch_size=14
 )

@@ -204,3 +204,35 @@ def test_recurrent_layers_refuse_to_roll_back():
         target.crop(cache, 2)
     with pytest.raises(ValueError, match="holds 3"):
         target.crop(cache, 4)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_arguments_of_varlen_attention(window, monkeypatch):
+    """CUDA's one call over all documents, played by a reference with flash attention's meaning of its arguments:
+    query i sees keys i - left .. i + right of its document."""
+    from torch.nn.attention import varlen
+
+    from headtrain.target import attention
+
+    def reference(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert enable_gqa and max_q == max_k == 14 and cu_q.dtype == torch.int32
+        out = torch.empty_like(q)
+        left, right = window_size
+        for a, b in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
+            far = torch.arange(b - a)[None] - torch.arange(b - a)[:, None]
+            seen = (far <= right) & ((far >= -left) if left >= 0 else True)
+            keys, values = (x[a:b].repeat_interleave(2, 1) for x in (k, v))
+            scores = torch.einsum("ihd,jhd->hij", q[a:b], keys) * scale
+            out[a:b] = torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
+        return out
+
+    monkeypatch.setattr(varlen, "varlen_attn", reference)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 23, 8), torch.randn(1, 2, 23, 8), torch.randn(1, 2, 23, 8)
+    run = attention.Run.of(torch.tensor([0, 9, 23]), torch.device("cpu"))
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    expected, _ = attention.packed_attention(
+        module, q, k, v, None, scaling=0.3, sliding_window=window, headtrain_run=run
+    )
+    torch.testing.assert_close(attention._varlen(q, k, v, run, 0.3, window)[None], expected)
