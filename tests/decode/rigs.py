@@ -43,7 +43,7 @@ def head_for(target: Target, kind: str, seed: int = 1, draft_ids: list[int] | No
     return head.requires_grad_(True)
 
 
-def overfit(target: Target, head, text: list[int], steps: int = 40) -> None:
+def overfit(target: Target, head, text: list[int], steps: int = 30) -> None:
     """Train on one text until most of it is accepted."""
     head.init_from_target(target.weights())
     batch = Batch.pack([Row(text, [1] * len(text))])

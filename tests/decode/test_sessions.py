@@ -142,7 +142,7 @@ def test_after_a_partly_accepted_round_the_session_is_as_fresh(target, kind, mor
     text = generate(target, PROMPT, max_new_tokens=60, temperature=temperature, eos_ids=()).tokens
     outside = set(text[7:60:12])  # never drafted, so that runs break off
     head = head_for(target, kind, draft_ids=[i for i in range(384) if i not in outside], **more)
-    overfit(target, head, PROMPT + text, steps=25)
+    overfit(target, head, PROMPT + text, steps=20)
     drafter = Watched(head)
     out = generate(target, PROMPT, drafter=drafter, k=4, max_new_tokens=60, temperature=temperature, eos_ids=())
     accepted = {r.accepted for r in out.rounds}
