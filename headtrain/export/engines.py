@@ -24,7 +24,7 @@ class ExportError(ValueError):
 
 
 def _native_launch(method: str, target: str, folder: str, k: int) -> str:
-    return f"headtrain evaluate {shlex.quote(folder)} --target {shlex.quote(target)} --k {k}"
+    return f"headtrain eval {shlex.quote(folder)} --target {shlex.quote(target)} --k {k}"
 
 
 def _vllm_launch(method: str, target: str, folder: str, k: int) -> str:

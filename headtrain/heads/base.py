@@ -101,6 +101,11 @@ class DraftHead(nn.Module, ABC):
         ``batch`` cannot avoid, forward and backward; what is recomputed to save memory is not counted."""
 
     @abstractmethod
+    def kept_values(self, tokens: int, supervised: int, depth: int) -> int:
+        """About how many numbers autograd keeps between forward and backward for a micro-batch of ``tokens`` tokens,
+        ``supervised`` of them supervised: the activations of the memory estimate."""
+
+    @abstractmethod
     def session(self, max_length: int) -> Session: ...
 
     @abstractmethod

@@ -243,6 +243,13 @@ class Eagle3(DraftHead):
         macs += (3 * deep + rows) * size * self.draft_vocab_size  # draft logits; the teacher's rows once
         return 2.0 * macs
 
+    def kept_values(self, tokens: int, supervised: int, depth: int) -> int:
+        shape = self.shape
+        size, inner, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        once = tokens * ((len(self.layer_ids) + 4) * size + 6 * kv)  # features, fc, norms, embeddings, keys, values
+        row = 9 * size + 3 * inner + 4 * kv + 4 * self.intermediate  # one query at one step
+        return once + supervised * depth * (row + 2 * size)  # and its hidden state by teacher row, with gradient
+
     def _restricted(self, teacher: Teacher) -> Teacher:
         """The teacher over the draft vocabulary, gathered once for each teacher."""
         if self.draft_ids is None:

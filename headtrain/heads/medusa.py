@@ -134,6 +134,9 @@ class Medusa(DraftHead):
             macs += rows * size * self.draft_vocab_size
         return 2.0 * macs
 
+    def kept_values(self, tokens: int, supervised: int, depth: int) -> int:
+        return supervised * (1 + depth * (3 * self.config.num_layers + 2)) * self.shape.hidden_size
+
     def session(self, max_length: int) -> Session:
         return _MedusaSession(self)
 

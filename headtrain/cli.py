@@ -1,0 +1,337 @@
+"""The verbs. The only place where everything meets; each verb imports what it needs, so that --help is quick."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .config import Recipe, RecipeError, TargetSection, load_recipe
+
+if TYPE_CHECKING:
+    from .metadata import Metadata
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="""Train self-draft heads on a frozen target, measure them by lossless decoding, export them.
+
+The usual order:
+
+\b
+headtrain inspect RECIPE          rows as the target sees them, supervised tokens marked
+headtrain train RECIPE --dry-run  the resolved recipe, and what it will cost
+headtrain capture RECIPE          store the target's hidden states (train does it too)
+headtrain train RECIPE            or, with several processes:
+    accelerate launch --config_file recipes/backend/X.yaml -m headtrain.train RECIPE
+headtrain eval RUN                acceptance by lossless decoding, against none
+headtrain export RUN --engine vllm --out DIR
+headtrain check DIR --target T
+
+RECIPE is a YAML file of recipes/; any key can be overridden: train.lr=1e-4 data.limit=100.""",
+)
+out = Console(soft_wrap=True, highlight=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+RecipeArgument = Annotated[Path, typer.Argument(help="YAML recipe, for example recipes/quickstart.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example train.lr=1e-4")]
+RunArgument = Annotated[Path, typer.Argument(help="a run (its best checkpoint), a checkpoint, or an export")]
+TargetOption = Annotated[
+    str | None, typer.Option(help="Hub id, folder, .gguf file or package:NAME; default: as the run's recipe has it")
+]
+
+
+@app.command()
+def inspect(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(help="how many rows to show")] = 3,
+    split: Annotated[str, typer.Option(help="train or eval")] = "train",
+) -> None:
+    """Show rendered rows with the supervised tokens marked, and the share of supervised tokens."""
+    from .capture import plan_rows
+    from .data.inspect import render_inspection
+    from .target.load import load_tokenizer
+
+    of = load_recipe(recipe, overrides or [])
+    tokenizer = load_tokenizer(of.target)
+    splits = plan_rows(of, tokenizer)
+    if split not in splits:
+        raise RecipeError(f"--split {split}: the recipe has {', '.join(splits)}")
+    render_inspection(tokenizer, splits[split].rows, out, rows)
+    for line in splits[split].report:
+        out.print(line, markup=False)
+
+
+@app.command()
+def convert(
+    target: Annotated[str, typer.Argument(help=".gguf file or package:NAME")],
+    folder: Annotated[Path, typer.Argument(help="where to write the plain copy")],
+) -> None:
+    """Write a GGUF target as a plain folder (config, safetensors, tokenizer) that loads in a second."""
+    from .target.load import convert_to_folder
+
+    err.print(f"converting {target} (once; about half a minute for a small model)", markup=False)
+    out.print(str(convert_to_folder(TargetSection(path=target), folder)), markup=False)
+
+
+@app.command()
+def capture(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+    """Run the target over the recipe's data and store the hidden states that its head reads. Resumable."""
+    from .capture import capture as run
+
+    run(load_recipe(recipe, overrides or []), console=err)
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option(help="start over; an earlier run is kept aside")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved recipe and an estimate only")] = False,
+) -> None:
+    """Train on this machine with one process. For several: accelerate launch ... -m headtrain.train RECIPE."""
+    if dry_run:
+        from .estimate import plan_lines
+
+        out.print("\n".join(plan_lines(load_recipe(recipe, overrides or []))), markup=False)
+        return
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "headtrain.train", str(recipe)]
+    os.execv(sys.executable, [*command, *(overrides or []), *(["--fresh"] if fresh else [])])
+
+
+@app.command()
+def regenerate(
+    target: Annotated[str, typer.Argument(help="Hub id, folder, .gguf file or package:NAME")],
+    prompts: Annotated[list[str], typer.Argument(help="files, globs or folders of conversations")],
+    to: Annotated[Path, typer.Option("--out", help="JSONL to write; the same command resumes it")],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    samples: Annotated[int, typer.Option(min=1, help="answers to each prompt")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    seed: int = 0,
+) -> None:
+    """Let the target answer prompts itself: training data that matches what the head will be asked to draft."""
+    from .data.regenerate import regenerate as run
+    from .data.sources import read_conversations
+    from .target.load import load_target
+
+    conversations, report = read_conversations(prompts, bad_lines="stop")
+    for line in report.lines():
+        err.print(line, markup=False)
+    loaded = load_target(TargetSection(path=target), device())
+    done = run(
+        loaded.model, loaded.tokenizer, conversations, to,
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, samples=samples,
+        batch_size=batch_size, seed=seed,
+    )  # fmt: skip
+    for line in done.lines():
+        out.print(line, markup=False)
+
+
+@app.command("eval")
+def evaluate(
+    run: RunArgument,
+    target: TargetOption = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="files or folders; default: the recipe's eval.prompts")
+    ] = None,
+    k: Annotated[int | None, typer.Option(min=1, help="drafted tokens in a chain")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    limit_per_route: Annotated[int | None, typer.Option(min=1)] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    to: Annotated[
+        Path | None, typer.Option("--out", help="folder for eval.json and eval.html; default: RUN/eval")
+    ] = None,
+) -> None:
+    """Decode held-out prompts with and without the head; report acceptance, tau, tokens/s and equality by route."""
+    from .evaluate.acceptance import evaluate as measure
+    from .evaluate.acceptance import load_prompts
+    from .evaluate.report import html_report, table
+    from .heads.io import load_head
+    from .metadata import write_json
+    from .target.load import load_target
+
+    folder = checkpoint_of(run)
+    of = recipe_of(run)
+    section = target_section(target, of)
+    head, metadata = load_head(folder)
+    loaded = load_target(section, device())
+    require_same_target(metadata, loaded.identity, folder)
+    head.attach(loaded.weights())
+    head.to(loaded.device)
+    settings = of.eval if of else None
+
+    def pick(name: str, given, default):
+        return given if given is not None else getattr(settings, name) if settings else default
+
+    specs = prompts or (settings.prompts if settings else [])
+    if not specs:
+        raise RecipeError("no prompts: give --prompts, or eval.prompts in the recipe")
+    result = measure(
+        loaded, head, load_prompts(loaded.tokenizer, specs, pick("limit_per_route", limit_per_route, None)),
+        k=pick("k", k, 5), temperature=pick("temperature", temperature, 0.0),
+        max_new_tokens=pick("max_new_tokens", max_new_tokens, 128), seed=pick("seed", seed, 0),
+    )  # fmt: skip
+    to = to or run / "eval"
+    to.mkdir(parents=True, exist_ok=True)
+    write_json(to / "eval.json", result.to_dict())
+    (to / "eval.html").write_text(html_report(result), encoding="utf-8")
+    out.print(table(result))
+    out.print(f"{to / 'eval.json'}\n{to / 'eval.html'}", markup=False)
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option("--out", help="folder to write")],
+    engine: Annotated[str, typer.Option(help="`headtrain engines` lists them")] = "vllm",
+    target: TargetOption = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the target's")] = None,
+    acceptance: Annotated[Path | None, typer.Option(help="an eval.json; default: RUN/eval/eval.json if there")] = None,
+    probe: Annotated[bool, typer.Option(help="store a behavioural probe for `check` (loads the target)")] = True,
+    force: Annotated[bool, typer.Option(help="replace an earlier export")] = False,
+) -> None:
+    """Write a trained head as an engine loads it, read it back strictly, and print the launch command."""
+    from .export.core import export_head, launch_line
+    from .export.probe import make_probe
+    from .heads.io import load_head
+    from .target.load import load_target
+
+    folder = checkpoint_of(run)
+    head, metadata = load_head(folder)
+    section = target_section(target, recipe_of(run), required=probe)
+    stored = weights = None
+    if probe:
+        loaded = load_target(section, device())
+        require_same_target(metadata, loaded.identity, folder)
+        stored, weights = make_probe(loaded, head.wants().layers), loaded.weights()
+    measured = acceptance or (run / "eval" / "eval.json" if (run / "eval" / "eval.json").is_file() else None)
+    path = export_head(folder, engine, to, dtype=dtype, force=force, acceptance=measured, probe=stored, weights=weights)
+    out.print(f"wrote {path}, read it back and compared: bit for bit the trained head", markup=False)
+    out.print(f"serve it:  {launch_line(path, section.path if section else None)}", markup=False)
+
+
+@app.command()
+def check(
+    export: Annotated[Path, typer.Argument(help="an exported folder or a checkpoint")],
+    target: Annotated[str, typer.Option(help="Hub id, folder, .gguf file or package:NAME")],
+    probe: Annotated[
+        bool, typer.Option(help="compare the target's behaviour (loads it); --no-probe takes seconds")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Does this head belong to this target? Exit code 0 compatible, 1 not, 2 cannot tell."""
+    from .export.check import check as run
+
+    result = run(export, target, probe=probe, device=device())
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        table = Table(title=f"{export} against {target}")
+        for name in ("item", "expected", "found", "verdict"):
+            table.add_column(name, overflow="fold")
+        colours = {"ok": "green", "mismatch": "red", "warn": "yellow"}
+        for row in result.rows:
+            table.add_row(row.item, str(row.expected), str(row.found), row.verdict, style=colours.get(row.verdict))
+        out.print(table)
+        out.print(f"{result.verdict} (exit code {result.exit_code})", markup=False)
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def heads() -> None:
+    """List the kinds of heads and their settings."""
+    from .heads.catalog import HEADS
+
+    for kind, head in HEADS.items():
+        out.print(f"{kind}: {(sys.modules[head.__module__].__doc__ or '').splitlines()[0]}", markup=False)
+        for name, field in head.Config.model_fields.items():
+            if name != "kind":
+                out.print(f"    {name} = {field.default!r}  {field.description or ''}", markup=False)
+
+
+@app.command()
+def engines() -> None:
+    """List which engine versions serve which head, and from where that is known."""
+    from .export.engines import engine_table
+
+    rows = engine_table()
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row.values())
+    out.print(table)
+
+
+# -- shared by the verbs -----------------------------------------------------------------------------------------
+
+
+def device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def checkpoint_of(run: Path) -> Path:
+    """A run's best checkpoint, or the folder itself where it already holds a head."""
+    from .train.checkpoint import find
+
+    return find(run)
+
+
+def recipe_of(run: Path) -> Recipe | None:
+    """The resolved recipe that a run keeps, looked for in the folder and above (a checkpoint lies inside its run)."""
+    for folder in (run, *run.resolve().parents[:2]):
+        if (folder / "recipe.yaml").is_file():
+            return load_recipe(folder / "recipe.yaml")
+    return None
+
+
+def target_section(path: str | None, recipe: Recipe | None, required: bool = True) -> TargetSection | None:
+    if path is not None:
+        return TargetSection(path=path)
+    if recipe is not None:
+        return recipe.target
+    if required:
+        raise RecipeError("which target? give --target (no recipe.yaml beside this head names one)")
+    return None
+
+
+def require_same_target(metadata: Metadata, found, where: Path) -> None:
+    """A head drafts for the target it was trained on; anything else stops here with both values."""
+    if lines := metadata.target.differences(found):
+        raise RecipeError(f"{where} was trained on another target:\n  " + "\n  ".join(lines))
+
+
+def main() -> None:
+    """Errors that a person can act on end in one line and exit code 2, without a traceback."""
+    from .data import DataError
+    from .data.manifest import StoreError
+    from .export.engines import ExportError
+    from .metadata import MetadataError
+    from .target.shape import TargetError
+    from .train.checkpoint import CheckpointError
+
+    expected = (RecipeError, DataError, StoreError, ExportError, MetadataError, TargetError, CheckpointError)
+    try:
+        app()
+    except expected as error:
+        err.print(f"error: {error}", style="red", markup=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

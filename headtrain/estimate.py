@@ -1,0 +1,159 @@
+"""What a recipe will cost, before it runs: parameters, memory, disk for features, tokens, steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from .capture import Rows, plan_rows
+from .config import Recipe
+from .data.manifest import human
+from .data.quantize import bytes_per_token
+from .heads.base import DraftHead
+from .heads.catalog import build_head, head_class, parse_head
+from .losses import CHUNK_LOGITS
+from .shift import pair_mask
+from .target.load import load_shape, load_tokenizer, locate
+from .types import Batch, TargetShape, Wants
+
+CHARACTERS_PER_TOKEN = 4.0  # English text in the usual vocabularies
+UNKNOWN_TOKENS = 1_000_000  # sizes are given for so many where the data is not at hand
+USUAL_SUPERVISED = 0.6  # share of a conversation's tokens that assistants wrote, where it was not counted
+
+
+@dataclass
+class Estimate:
+    """Sizes in bytes. ``tokens`` and ``rows`` are counted where ``counted``; else estimated from the files' size, or
+    (``tokens_known`` false) stand for one million tokens."""
+
+    shape: TargetShape
+    wants: Wants
+    rows: int
+    tokens: int
+    supervised: int
+    counted: bool
+    tokens_known: bool
+    head_parameters: int
+    target_bytes: int | None
+    training_bytes: dict[str, int]
+    feature_bytes: int
+    steps: int
+    epochs: float
+
+    def lines(self) -> list[str]:
+        how = "counted" if self.counted else "from the files' size" if self.tokens_known else "data not at hand"
+        layers = ", ".join(map(str, self.wants.layers)) or "none"
+        lines = [
+            f"target      {self.shape.architecture}, H {self.shape.hidden_size:,}, {self.shape.num_layers} layers, "
+            f"V {self.shape.vocab_size:,}"
+            + (f"; weights {human(self.target_bytes)}" if self.target_bytes is not None else ""),
+            f"head        {self.head_parameters / 1e6:,.1f} M trained parameters, depth {self.wants.depth}, reads "
+            f"layers {layers}, final at {self.wants.final} positions",
+            f"data        {self.rows:,} rows, {self.tokens:,} tokens, {self.supervised:,} supervised ({how})"
+            if self.tokens_known
+            else f"data        not at hand: the sizes below are for each {UNKNOWN_TOKENS:,} tokens",
+            f"features    {human(self.feature_bytes)} on disk, {human(self.feature_bytes / (self.tokens or 1))} a token"
+            if self.feature_bytes
+            else "features    none on disk: computed while training",
+            f"steps       {self.steps:,} optimizer steps, {self.epochs:.2g} epochs",
+            f"memory      {human(sum(self.training_bytes.values()))} for training, of it "
+            + ", ".join(f"{name} {human(size)}" for name, size in self.training_bytes.items()),
+        ]
+        return lines
+
+
+def plan_lines(recipe: Recipe) -> list[str]:
+    """What ``--dry-run`` prints: the recipe with every default, and the estimate."""
+    resolved = recipe.model_dump(mode="json") | {"head": parse_head(recipe.head).model_dump(mode="json")}
+    return [yaml.safe_dump(resolved, sort_keys=False), *estimate(recipe).lines()]
+
+
+def estimate(recipe: Recipe) -> Estimate:
+    """Uses the real config, tokenizer and data where they are on this machine; the recipe's ``target.expect`` and the
+    files' sizes elsewhere. Nothing is fetched and no weights are loaded. Raises RecipeError, TargetError, DataError."""
+    shape = load_shape(recipe.target)
+    config = parse_head(recipe.head)
+    size = head_class(config.kind).uses_draft_vocab(config, shape)
+    with torch.device("meta"):
+        head = build_head(config, shape, None if size is None else torch.arange(size))
+    wants = head.wants()
+    rows, tokens, supervised, counted, known = _data(recipe)
+    train = recipe.train
+    per_step = train.batch_tokens * train.accumulation
+    steps = train.steps or max(1, round(train.epochs * tokens / per_step))
+    features = 0
+    if recipe.features.mode == "offline":
+        share = supervised / max(tokens, 1)
+        per_token = bytes_per_token(shape.hidden_size, len(wants.layers), recipe.features.dtype, wants.final, share)
+        features = round(tokens * per_token)
+    return Estimate(
+        shape=shape,
+        wants=wants,
+        rows=rows,
+        tokens=tokens,
+        supervised=supervised,
+        counted=counted,
+        tokens_known=known,
+        head_parameters=sum(p.numel() for p in head.trainable().values()),
+        target_bytes=_target_bytes(recipe),
+        training_bytes=_training_bytes(recipe, head, shape, supervised / max(tokens, 1)),
+        feature_bytes=features,
+        steps=steps,
+        epochs=steps * per_step / max(tokens, 1),
+    )
+
+
+def _target_bytes(recipe: Recipe) -> int | None:
+    expected = recipe.target.expect
+    if expected is None or expected.parameters is None:
+        return None
+    width = {"float32": 4}.get(recipe.target.dtype, 2)
+    return expected.parameters * width
+
+
+def _training_bytes(recipe: Recipe, head: DraftHead, shape: TargetShape, share: float) -> dict[str, int]:
+    """fp32 masters, gradients and optimizer state; what autograd keeps; the target's embedding and lm_head."""
+    train = recipe.train
+    parameters = sum(p.numel() for p in head.trainable().values())
+    values = head.kept_values(train.batch_tokens, round(train.batch_tokens * share), head.wants().depth)
+    width = 4 if train.precision == "fp32" else 2
+    matrices = (1 if shape.tied else 2) * shape.vocab_size * shape.hidden_size
+    return {
+        "parameters": 4 * parameters,
+        "gradients": 8 * parameters,  # the loss forms the lm_head's gradient beside the one that it is added to
+        "optimizer": 8 * parameters,
+        "activations": width * values + 3 * 4 * CHUNK_LOGITS,
+        "the target's embedding and lm_head": width * matrices + width * head.draft_vocab_size * shape.hidden_size,
+    }
+
+
+def _data(recipe: Recipe) -> tuple[int, int, int, bool, bool]:
+    """rows, tokens, supervised, counted, known."""
+    specs = recipe.data.train
+    local = not any(spec.startswith("hub:") for spec in specs)
+    if local and locate(recipe.target).local:
+        planned = plan_rows(recipe, load_tokenizer(recipe.target))["train"]
+        return len(planned), planned.tokens, _supervised(planned), True, True
+    paths = [p for spec in specs if not spec.startswith("hub:") for p in _files(spec)]
+    if not local or not paths:
+        return 0, UNKNOWN_TOKENS, round(USUAL_SUPERVISED * UNKNOWN_TOKENS), False, False
+    lines = sum(p.read_bytes().count(b"\n") for p in paths if p.suffix == ".jsonl")
+    tokens = round(sum(p.stat().st_size for p in paths) / CHARACTERS_PER_TOKEN)
+    return lines, tokens, round(USUAL_SUPERVISED * tokens), False, True
+
+
+def _files(spec: str) -> list[Path]:
+    path = Path(spec)
+    if path.is_dir():
+        return sorted(p for p in path.rglob("*") if p.suffix in (".json", ".jsonl", ".parquet"))
+    if path.is_file():
+        return [path]
+    return sorted(Path().glob(spec)) if not path.is_absolute() else sorted(Path("/").glob(spec.lstrip("/")))
+
+
+def _supervised(rows: Rows) -> int:
+    """Positions that drafting can start from."""
+    return sum(int(pair_mask(Batch.pack(rows.rows[i : i + 256]), 1)[0].sum()) for i in range(0, len(rows.rows), 256))
