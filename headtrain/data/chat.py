@@ -229,11 +229,13 @@ def _texts(
         if not rendered.text:
             report.dropped.append((conversation.source, "no assistant turn"))
             continue
-        report.notes["turn not supervised: the template renders it otherwise than when served"] += rendered.rewritten
-        report.notes["last answer put after the generation prompt: the template renders it otherwise"] += (
-            rendered.joined
-        )
-        report.notes["message left out after the last answer"] += rendered.dropped
+        for note, count in (
+            ("earlier turn without its head (thoughts), as the template shows it later", rendered.shortened),
+            ("turn not supervised: the template renders it otherwise than when served", rendered.rewritten),
+            ("last answer put after the generation prompt: the template renders it otherwise", rendered.joined),
+            ("message left out after the last answer", rendered.dropped),
+        ):
+            report.notes[note] += count
         yield conversation, rendered
 
 

@@ -4,11 +4,14 @@ Everything here is in characters; ``chat`` maps characters to tokens. No string 
 conversation: places come from the template's own generation tags, or from the lengths of renderings of prefixes.
 
 Where a turn is, without tags. For the assistant message i, P = template(messages[:i], generation prompt) is what a
-server feeds the target, and F = template(messages[:i+1]). If F starts with P, the turn is F[len(P):] up to its
-end-of-turn token: the first special token of the template's closing text (the line break that ChatML writes after
-it is not supervised: the target stops before it). In the text T of the whole conversation the turn counts *exactly
-as far as T agrees with F*: so everything before a supervised token is what a server had there. A template that
-rewrites earlier turns (Qwen3 strips their thoughts) thereby leaves those turns unsupervised; they are counted.
+server feeds the target, and F = template(messages[:i+1]). If F starts with P, the turn as served is F[len(P):] up to
+its end-of-turn token: the first special token of the template's closing text (the line break that ChatML writes
+after it is not supervised: the target stops before it). In the text T of the whole conversation the turn counts
+
+* whole, where T starts with P and the turn as served;
+* without its head, where that is all that T lacks: Qwen3 cuts the thoughts of earlier turns away, and the tokens that
+  are left are what later prompts hold (counted as ``shortened``; ``last_turn_only`` leaves such turns out);
+* not at all otherwise (counted as ``rewritten``).
 """
 
 from __future__ import annotations
@@ -35,13 +38,15 @@ _PROBE = "headtrainprobe"
 class Rendered:
     """text; spans: (start, end) of each supervised turn in it, in order, the end-of-turn token included;
     last: where the last answer starts (None where the text does not continue its generation prompt);
-    rewritten: earlier turns that are not, or not wholly, as they were when served; joined: the last answer was put
+    shortened: earlier turns that lack their head (thoughts); rewritten: turns that are not as they were when served,
+    and have no span; joined: the last answer was put
     after the generation prompt by hand, because the template does not render it so; dropped: messages after the
     last answer."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
     last: int | None
+    shortened: int = 0
     rewritten: int = 0
     joined: bool = False
     dropped: int = 0
@@ -118,7 +123,7 @@ class ChatTemplate:
         text = prompt + messages[n]["content"] + self.closing if joined else full
         starts_last = len(prompt) if prompt is not None and text.startswith(prompt) else None
         end = self._end(text, starts_last or 0, closed=not c.truncated)
-        rewritten = 0
+        shortened = rewritten = 0
         if self.has_tags:
             if joined:  # the tags inside the prompt; of the last answer only the place matters
                 tags = self._render(messages[:n], c.tools, True, track=True)[1] + [(starts_last, end)]
@@ -127,8 +132,9 @@ class ChatTemplate:
             spans = []
             for i in (i for i in range(n) if messages[i]["role"] == "assistant" and not last_turn_only):
                 span, whole = self._earlier(messages, i, c.tools, text)
-                rewritten += not whole
-                spans += span
+                shortened += span is not None and not whole
+                rewritten += span is None
+                spans += [span] if span is not None else []
             if starts_last is not None:
                 spans.append((starts_last, end))
             else:
@@ -139,19 +145,32 @@ class ChatTemplate:
             spans = spans[-1:] if starts_last is None else [s for s in spans if s[1] > starts_last]
         spans = tuple((a, b) for a, b in spans if b > a)
         by_hand = joined and not c.verbatim
-        return Rendered(text, spans, starts_last, rewritten, by_hand, len(c.messages) - len(messages))
+        return Rendered(text, spans, starts_last, shortened, rewritten, by_hand, len(c.messages) - len(messages))
 
     def _earlier(
         self, messages: list[dict], i: int, tools: list[dict] | None, text: str
-    ) -> tuple[list[tuple[int, int]], bool]:
-        """The span of the earlier turn i in ``text`` as far as it is as it was when served, and whether all is."""
+    ) -> tuple[tuple[int, int] | None, bool]:
+        """The span of the earlier turn i in ``text``, or None, and whether the turn is as it was when served."""
         if i == 0:
-            return [], False
+            return None, False
         prompt, full = self.text(messages[:i], tools, True), self.text(messages[: i + 1], tools)
-        if not (full.startswith(prompt) and text.startswith(prompt)):
-            return [], False
-        end, same = self._end(full, len(prompt), closed=True), _agree(text, full)
-        return [(len(prompt), min(end, same))], same >= end
+        mark = self.closing[: self.closing_end]
+        if full.startswith(prompt):
+            served = full[len(prompt) : self._end(full, len(prompt), closed=True)]
+        elif not any(messages[i].get(key) for key in ("tool_calls", *REASONING)):
+            served = messages[i]["content"] + mark
+        else:
+            return None, False
+        if text.startswith(prompt) and text.startswith(served, len(prompt)):
+            return (len(prompt), len(prompt) + len(served)), True
+        start = _agree(text, prompt)  # also where the generation prompt has more than the answer's header
+        least = text[start : start + len(mark) + 1]
+        cut = served.find(least) if mark else -1
+        while cut >= 0:  # the longest rest of the turn as served that stands at ``start``
+            if text.startswith(served[cut:], start):
+                return (start, start + len(served) - cut), False
+            cut = served.find(least, cut + 1)
+        return None, False
 
     def _end(self, text: str, start: int, closed: bool) -> int:
         """Where the turn ends that starts at ``start`` and ends ``text``; closed: its end-of-turn token included."""
@@ -167,7 +186,7 @@ class ChatTemplate:
         the generation prompt."""
         spans: list[tuple[int, int]] = []
         for a, b in tags:
-            if spans and spans[-1][1] == a:
+            if spans and spans[-1][1] == a != last:
                 a = spans.pop()[0]
             spans.append((a, b))
         mark = self.closing[: self.closing_end]
