@@ -335,6 +335,10 @@ def test_features_of_other_rows_or_non_finite_are_refused(folder, rows, target):
         good = target.features(Batch.pack(mine[:1]), wants_of(of))
         with pytest.raises(StoreError, match="other positions"):
             writer.shard(0, mine).add(target.features(Batch.pack(mine[1:2]), wants_of(of)))
+        shifted = target.features(Batch.pack(mine[:1]), wants_of(of))
+        shifted.final_at[0] -= 1  # as many finals, one of another position
+        with pytest.raises(StoreError, match="other positions"):
+            writer.shard(0, mine).add(shifted)
         bad = target.features(Batch.pack(mine[:1]), wants_of(of))
         bad.layers[3, 1, 2] = float("inf")
         with pytest.raises(StoreError, match=r"tiny:1.*non-finite layers"):
