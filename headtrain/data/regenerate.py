@@ -85,7 +85,8 @@ def regenerate(
     never writes; what comes before is kept, or nothing where that is under MIN_CUT tokens). ``truncated: true`` says
     that the template's end of turn was not the target's own, so that it is not supervised.
 
-    While it runs, answers are in OUT.partial; a second call goes on from there and from OUT. Raises DataError for
+    While it runs, answers are in OUT.partial; a second call goes on from there and from OUT. What was dropped is
+    listed in OUT.dropped, with the reason, and not tried again. Raises DataError for
     settings that differ from those of the answers found there, and for conversations that cannot be prompts.
     """
     if temperature == 0 and samples > 1:
@@ -104,7 +105,10 @@ def regenerate(
     report = RegenerateReport(path)
     tasks = _tasks(renderer, conversations, samples)
     report.wanted = len(tasks)
-    found = _found(path, tasks, settings) | _found(partial, tasks, settings)
+    dropped = path.with_name(path.name + ".dropped")
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for earlier in (path, dropped, partial):
+        found |= _found(earlier, tasks, settings)
     report.skipped = len(found)
     generator = _Generator(model, _stop_ids(model, tokenizer, renderer), max_new_tokens, temperature, top_p, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +124,8 @@ def regenerate(
             file.flush()
             os.fsync(file.fileno())
             advance(len(new))
-    _finish(path, partial, tasks, found, report)
+    _finish(path, dropped, tasks, found, report)
+    partial.unlink()
     return report
 
 
@@ -293,22 +298,30 @@ def _found(path: Path, tasks: list[_Task], settings: dict[str, Any]) -> dict[tup
     return out
 
 
-def _finish(path: Path, partial: Path, tasks: list[_Task], found: dict, report: RegenerateReport) -> None:
+def _finish(path: Path, dropped: Path, tasks: list[_Task], found: dict, report: RegenerateReport) -> None:
     """Write all answers in input order in one step and count them. Raises DataError when there is none."""
     lines = [found[task.key] for task in tasks]
     kept = [line for line in lines if "dropped" not in line]
+    lost = [line for line in lines if "dropped" in line]
     report.written = len(kept)
     report.finish.update(line["generated_by"]["finish"] for line in kept)
-    report.dropped.update(line["dropped"] for line in lines if "dropped" in line)
+    report.dropped.update(line["dropped"] for line in lost)
     if not kept:
         raise DataError("no answer could be used:\n  " + "\n  ".join(report.lines()))
+    _write(path, kept)
+    if lost:
+        _write(dropped, lost)
+    else:
+        dropped.unlink(missing_ok=True)
+
+
+def _write(path: Path, lines: list[dict[str, Any]]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    partial.unlink()
 
 
 @contextmanager
