@@ -1,0 +1,1 @@
+"""Honest measurement: the same prompts decoded with and without drafts, and what came of it."""

@@ -1,0 +1,255 @@
+"""What an evaluation measured: the record of each prompt, and every number that follows from these records.
+
+Only the records are kept and written; tau, alpha, rates and intervals are computed from them, so that a file can be
+summed up again, or joined with another, without a loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ..decode.generate import Generation, Round
+from ..metadata import RouteAcceptance
+
+ALL = "all"
+FORMAT = 1
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Side:
+    """One decoding of one prompt: its new tokens, why it stopped, and the seconds of each phase (see
+    ``generate.Times``)."""
+
+    tokens: int
+    stop: str
+    prefill: float
+    draft: float
+    verify: float
+    other: float
+
+    @classmethod
+    def of(cls, out: Generation) -> Side:
+        return cls(len(out.tokens), out.stop, **asdict(out.times))
+
+    @property
+    def decode(self) -> float:
+        return self.draft + self.verify + self.other
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two greedy texts part: the 0-based position among the new tokens, both tokens (None: that text was over),
+    and ``gap``, the distance between the best two logits there, the smaller of the two decodings'. A gap within the
+    dtype's rounding is a tie that the order of summation decided; a larger one is a fault."""
+
+    position: int
+    plain: int | None
+    speculative: int | None
+    gap: float
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """difference: None where the texts are the same, and at temperature > 0, where nothing can be compared."""
+
+    id: str
+    route: str
+    prompt_tokens: int
+    plain: Side
+    speculative: Side
+    rounds: list[Round]
+    difference: Difference | None = None
+
+
+@dataclass(frozen=True)
+class RouteSummary:
+    """Pooled over a route's prompts (sums over sums, so that long answers weigh more).
+
+    tau: tokens committed for each target forward after prefill, the target's own token included; NaN without rounds.
+    tau_low, tau_high: a 95 % interval by resampling prompts. alpha[j-1]: [accepted, offered] of the j-th drafted
+    token where all before were accepted; cumulative: the running product of their ratios. Rates: tokens after the
+    first, by seconds after prefill. shares: of the speculative decode time, by phase. identical: of ``prompts`` greedy
+    texts (None at temperature > 0).
+    """
+
+    route: str
+    prompts: int
+    tokens: int
+    rounds: int
+    tau: float
+    tau_low: float
+    tau_high: float
+    alpha: list[tuple[int, int]]
+    cumulative: list[float]
+    plain_rate: float
+    speculative_rate: float
+    speedup: float
+    shares: dict[str, float]
+    identical: int | None
+
+
+@dataclass
+class Evaluation:
+    """target, drafter: who was measured; settings: k, temperature, ...; versions: of the software and the machine."""
+
+    target: dict[str, Any]
+    drafter: dict[str, Any]
+    settings: dict[str, Any]
+    versions: dict[str, Any]
+    results: list[PromptResult] = field(default_factory=list)
+
+    @property
+    def routes(self) -> list[str]:
+        """In order of first appearance; the overall summary is ``ALL``."""
+        return list(dict.fromkeys(r.route for r in self.results))
+
+    def summary(self, route: str = ALL) -> RouteSummary:
+        return summarise(route, self._of(route), self.settings["k"], self.settings["temperature"])
+
+    def summaries(self) -> list[RouteSummary]:
+        """One for each route, and ``ALL`` last."""
+        return [self.summary(route) for route in [*self.routes, ALL]]
+
+    def _of(self, route: str) -> list[PromptResult]:
+        return [r for r in self.results if route in (r.route, ALL)]
+
+    @property
+    def differences(self) -> list[PromptResult]:
+        return [r for r in self.results if r.difference is not None]
+
+    def acceptance(self) -> dict[str, RouteAcceptance]:
+        """For headtrain.json. Routes where nothing was decoded past the first token are left out."""
+        out = {}
+        for s in self.summaries():
+            if s.rounds:
+                out[s.route] = RouteAcceptance(
+                    k=self.settings["k"],
+                    temperature=self.settings["temperature"],
+                    tau=s.tau,
+                    alpha=s.alpha,
+                    tokens=s.tokens,
+                    prompts=s.prompts,
+                )
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON. ``acceptance`` and ``summary`` follow from ``results`` and are there for readers; NaN is null."""
+        return _clean(
+            {
+                "format": FORMAT,
+                "target": self.target,
+                "drafter": self.drafter,
+                "settings": self.settings,
+                "versions": self.versions,
+                "acceptance": {name: r.model_dump(mode="json") for name, r in self.acceptance().items()},
+                "summary": [asdict(s) for s in self.summaries()],
+                "results": [
+                    {**asdict(r), "rounds": [[x.drafted, x.accepted, x.committed] for x in r.rounds]}
+                    for r in self.results
+                ],
+            }
+        )
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Evaluation:
+        """Raises ValueError for another format or a damaged record."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"an evaluation of format {found!r}; this headtrain reads {FORMAT}")
+        try:
+            results = [
+                PromptResult(
+                    **{
+                        **r,
+                        "plain": Side(**r["plain"]),
+                        "speculative": Side(**r["speculative"]),
+                        "rounds": [Round(*x) for x in r["rounds"]],
+                        "difference": None if r["difference"] is None else Difference(**r["difference"]),
+                    }
+                )
+                for r in data["results"]
+            ]
+            return cls(data["target"], data["drafter"], data["settings"], data["versions"], results)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a damaged evaluation: {type(error).__name__}: {error}") from None
+
+
+def _clean(value: Any) -> Any:
+    """JSON has no NaN or infinity."""
+    if isinstance(value, dict):
+        return {k: _clean(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def alpha_counts(rounds: Sequence[Round], k: int) -> list[tuple[int, int]]:
+    """[accepted, offered] for depths 1..k. The j-th token of a round was offered where it was drafted and all before
+    it were accepted."""
+    return [
+        (
+            sum(r.accepted >= j for r in rounds),
+            sum(r.drafted >= j and r.accepted >= j - 1 for r in rounds),
+        )
+        for j in range(1, k + 1)
+    ]
+
+
+def cumulative(alpha: Sequence[tuple[int, int]]) -> list[float]:
+    """Running product of the ratios; zero from a depth that was never offered on."""
+    out, product = [], 1.0
+    for accepted, offered in alpha:
+        product *= accepted / offered if offered else 0.0
+        out.append(product)
+    return out
+
+
+def bootstrap_tau(results: Sequence[PromptResult], resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float]:
+    """95 % percentile interval of the pooled tau over prompts drawn with replacement. (NaN, NaN) without rounds.
+
+    The prompt is the unit, since rounds of one text are not independent.
+    """
+    pairs = [(sum(x.committed for x in r.rounds), len(r.rounds)) for r in results if r.rounds]
+    if not pairs:
+        return math.nan, math.nan
+    table = torch.tensor(pairs, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = table[torch.randint(len(pairs), (resamples, len(pairs)), generator=generator)].sum(1)
+    low, high = (drawn[:, 0] / drawn[:, 1]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else math.nan
+
+
+def summarise(route: str, results: Sequence[PromptResult], k: int, temperature: float) -> RouteSummary:
+    rounds = [x for r in results for x in r.rounds]
+    low, high = bootstrap_tau(results)
+    alpha = alpha_counts(rounds, k)
+    seconds = {name: sum(getattr(r.speculative, name) for r in results) for name in ("draft", "verify", "other")}
+    total = sum(seconds.values())
+    plain_rate = _ratio(sum(r.plain.tokens - 1 for r in results), sum(r.plain.decode for r in results))
+    rate = _ratio(sum(r.speculative.tokens - 1 for r in results), total)
+    return RouteSummary(
+        route=route,
+        prompts=len(results),
+        tokens=sum(r.speculative.tokens for r in results),
+        rounds=len(rounds),
+        tau=_ratio(sum(x.committed for x in rounds), len(rounds)),
+        tau_low=low,
+        tau_high=high,
+        alpha=alpha,
+        cumulative=cumulative(alpha),
+        plain_rate=plain_rate,
+        speculative_rate=rate,
+        speedup=_ratio(rate, plain_rate),
+        shares={name: _ratio(value, total) for name, value in seconds.items()},
+        identical=None if temperature > 0 else sum(r.difference is None for r in results),
+    )

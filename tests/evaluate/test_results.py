@@ -1,0 +1,153 @@
+"""Sums, alpha, intervals and the file, on records made by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from io import StringIO
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from headtrain.decode.generate import Round
+from headtrain.evaluate.report import html_report, table
+from headtrain.evaluate.results import (
+    Difference,
+    Evaluation,
+    PromptResult,
+    Side,
+    alpha_counts,
+    bootstrap_tau,
+    cumulative,
+)
+
+
+def result(route, number, rounds, difference=None, plain=2.0, speculative=1.0):
+    tokens = 1 + sum(r.committed for r in rounds)
+    return PromptResult(
+        id=f"{route}-{number}",
+        route=route,
+        prompt_tokens=10,
+        plain=Side(tokens, "length", 0.5, 0.0, plain, 0.0),
+        speculative=Side(tokens, "length", 0.5, 0.25 * speculative, 0.5 * speculative, 0.25 * speculative),
+        rounds=rounds,
+        difference=difference,
+    )
+
+
+def evaluation(results, k=3, temperature=0.0):
+    return Evaluation(
+        target={"name": "tiny <target>", "dtype": "float32"},
+        drafter={"kind": "some"},
+        settings={"k": k, "temperature": temperature, "max_new_tokens": 32},
+        versions={"torch": "x"},
+        results=results,
+    )
+
+
+ROUNDS = [Round(3, 3, 4), Round(3, 1, 2), Round(3, 0, 1), Round(2, 2, 3), Round(1, 1, 1), Round(0, 0, 1)]
+
+
+def some():
+    return evaluation(
+        [
+            result("chat", 1, ROUNDS),
+            result("code", 1, [Round(3, 2, 3)] * 4, Difference(5, 7, 8, 3e-6)),
+            result("chat", 2, [Round(3, 0, 1)] * 3),
+            result("empty", 1, []),
+        ]
+    )
+
+
+def test_alpha_is_conditional_and_counts_only_what_was_offered():
+    """Reference: walk each round token by token, as a decoder does."""
+    offered, accepted = [0, 0, 0], [0, 0, 0]
+    for r in ROUNDS:
+        for j in range(r.drafted):
+            offered[j] += 1
+            if j >= r.accepted:
+                break
+            accepted[j] += 1
+    assert alpha_counts(ROUNDS, 3) == list(zip(accepted, offered, strict=True)) == [(4, 5), (2, 3), (1, 1)]
+    assert cumulative([(4, 5), (2, 3), (1, 1)]) == pytest.approx([0.8, 0.8 * 2 / 3, 0.8 * 2 / 3])
+    assert cumulative([(1, 2), (0, 0), (0, 0)]) == [0.5, 0.0, 0.0]
+
+
+def test_tau_is_one_plus_the_cumulatives_where_no_round_is_cut():
+    rounds = [Round(3, a, a + 1) for a in (0, 0, 1, 2, 3, 3, 1)]
+    s = evaluation([result("x", 1, rounds)]).summary()
+    assert s.tau == pytest.approx(1 + sum(s.cumulative)) == pytest.approx(17 / 7)
+
+
+def test_summaries_pool_sums():
+    e = some()
+    assert e.routes == ["chat", "code", "empty"]
+    chat, code, empty, whole = e.summaries()
+    assert chat.tau == (12 + 3) / 9 and code.tau == 3.0 and whole.tau == (12 + 12 + 3) / 13
+    assert (chat.prompts, code.prompts, whole.prompts) == (2, 1, 4)
+    assert whole.tokens == 13 + 13 + 4 + 1
+    assert whole.alpha == [
+        tuple(map(sum, zip(*pair, strict=True))) for pair in zip(chat.alpha, code.alpha, strict=True)
+    ]
+    assert (chat.identical, code.identical, whole.identical) == (2, 0, 3)
+    assert chat.plain_rate == 15 / 4.0 and chat.speculative_rate == 15 / 2.0 and chat.speedup == 2.0
+    assert chat.shares == {"draft": 0.25, "verify": 0.5, "other": 0.25}
+    assert math.isnan(empty.tau) and empty.alpha == [(0, 0)] * 3
+    assert evaluation([result("x", 1, ROUNDS)], temperature=0.7).summary().identical is None
+
+
+def test_the_interval_is_seeded_and_contains_tau():
+    results = [result("x", n, [Round(3, (n + i) % 4, (n + i) % 4 + 1) for i in range(n + 1)]) for n in range(12)]
+    low, high = bootstrap_tau(results, seed=1)
+    assert (low, high) == bootstrap_tau(results, seed=1) != bootstrap_tau(results, seed=2)
+    tau = evaluation(results).summary().tau
+    assert low < tau < high < low + 1
+    same = [result("x", n, [Round(3, 1, 2)] * 5) for n in range(6)]
+    assert bootstrap_tau(same) == (2.0, 2.0)
+    assert all(map(math.isnan, bootstrap_tau([result("x", 1, [])])))
+
+
+def test_the_file_gives_the_evaluation_back():
+    e = some()
+    text = json.dumps(e.to_dict(), allow_nan=False)
+    again = Evaluation.from_dict(json.loads(text))
+    assert again == e and again.to_dict() == e.to_dict()
+    with pytest.raises(ValueError, match="format 99"):
+        Evaluation.from_dict({"format": 99})
+    with pytest.raises(ValueError, match="damaged"):
+        Evaluation.from_dict({**e.to_dict(), "results": [{"id": "x"}]})
+
+
+def test_acceptance_is_what_an_export_reads():
+    from headtrain.export.core import read_acceptance
+
+    e = some()
+    read = read_acceptance(e.to_dict())
+    assert read == e.acceptance() and list(read) == ["chat", "code", "all"]  # nothing was decoded on `empty`
+    assert read["chat"].alpha == e.summary("chat").alpha and read["chat"].prompts == 2 and read["chat"].k == 3
+
+
+def test_the_table_fits_a_terminal_and_says_all():
+    long = [result("quite a long route name", n, [Round(5, 5, 6), Round(5, 0, 1)] * 9) for n in range(120)]
+    e = evaluation(long + [result("b", 1, [Round(5, 4, 5)], Difference(5, 7, 8, 3e-6))], k=5)
+    file = StringIO()
+    Console(file=file, width=80).print(table(e))
+    text = file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80 and "\x1b" not in text and "±0.…" not in text
+    assert re.search(r"all +121 +3\.5\d ±0\.\d\d +\.5\d +1\.0 ", text) and "120/121" in text
+    assert "quite a long…" in text and text.count("…") == 1
+    assert "120/121" in text and "b-1: the texts part at new token 5" in text and "3e-06" in text
+
+
+def test_the_page_is_whole_and_escaped():
+    page = html_report(some())
+    assert "tiny &lt;target&gt;" in page and "<target>" not in page
+    assert "<script" not in page and "http" not in page and 'name="viewport"' in page
+    svgs = re.findall(r"<svg.*?</svg>", page, re.S)
+    assert len(svgs) == 2
+    for svg in svgs:
+        ElementTree.fromstring(svg)
+    assert svgs[0].count("<rect") == 3  # chat, code, all: nothing was decoded on `empty`
+    assert "Nothing was decoded" in html_report(evaluation([result("empty", 1, [])]))
