@@ -26,6 +26,7 @@ from .conversations import Conversation
 MIN_CUT = 8  # tokens of a cut answer that are worth keeping
 CUT_TRIES = 8  # tokens before the first difference that may have to go, too
 SAY_EVERY = 30.0  # seconds between lines where there is no terminal
+PROMPT_TOKENS = 8192  # of one batch, padded
 
 
 @dataclass
@@ -150,11 +151,16 @@ def _tasks(renderer: Renderer, conversations: Sequence[Conversation], samples: i
 
 
 def _batches(tasks: list[_Task], size: int) -> list[list[_Task]]:
-    """Even batches, the longest prompts first (so that memory is shown to suffice at once), one sample number each."""
-    out = []
+    """Even batches, the longest prompts first (so that memory is shown to suffice at once), one sample number each; at
+    most ``size`` prompts and, padded, PROMPT_TOKENS tokens: reading a wide batch of long prompts at once costs memory
+    and gains no speed."""
+    out: list[list[_Task]] = []
     for sample in sorted({task.key[1] for task in tasks}):
         same = sorted((t for t in tasks if t.key[1] == sample), key=lambda t: (-len(t.prompt), t.order))
-        out += [same[i : i + size] for i in range(0, len(same), size)]
+        while same:
+            fits = max(1, min(size, PROMPT_TOKENS // max(1, len(same[0].prompt))))
+            out.append(same[:fits])
+            same = same[fits:]
     return sorted(out, key=lambda batch: -len(batch[0].prompt))
 
 
