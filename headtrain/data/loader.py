@@ -24,9 +24,9 @@ def plan_epoch(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int)
     """Rows of each micro-batch of one epoch: every row once, at most ``batch_tokens`` tokens in one micro-batch (a
     longer row goes alone).
 
-    Rows are shuffled, then each goes to the fullest of the last 32 open micro-batches that it fits in; the
-    micro-batches are shuffled again, so that the ill-filled ones do not all come last. The result depends on nothing
-    else: not on ranks, not on where a run was interrupted.
+    Rows are shuffled, then each goes to the fullest of the last 32 open micro-batches that it fits in, or to a new one
+    (where a longer row leaves room for no other). The micro-batches are shuffled again, so that the ill-filled ones do
+    not all come last. The result depends on nothing else: not on ranks, not on where a run was interrupted.
     """
     generator = torch.Generator().manual_seed(_mix(seed, epoch))
     done: list[list[int]] = []
@@ -34,9 +34,6 @@ def plan_epoch(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int)
     room: list[int] = []
     for row in torch.randperm(len(lengths), generator=generator).tolist():
         n = lengths[row]
-        if n >= batch_tokens:
-            done.append([row])
-            continue
         best = min((i for i, free in enumerate(room) if free >= n), key=room.__getitem__, default=None)
         if best is None:
             if len(bins) == OPEN_BINS:

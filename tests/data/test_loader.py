@@ -82,6 +82,7 @@ def test_any_start_equals_the_uninterrupted_run():
         assert Loader(Ids(LENGTHS), 100, 5).at(start) == whole[start]
         assert loader.at(start) == whole[start]  # back from a later epoch
     assert list(Loader(Ids(LENGTHS), 100, 5, rank=1, ranks=2).batches(4, 9)) == [whole[5], whole[7]]
+    assert list(Loader(Ids(LENGTHS), 100, 5, rank=1, ranks=2).batches(3, 9)) == [whole[3], whole[5], whole[7]]
 
 
 def test_each_epoch_holds_every_row_once_in_another_order():

@@ -246,6 +246,7 @@ def test_a_killed_capture_resumes_by_shard_to_the_same_bytes(tmp_path, rows, tar
     write(folder, rows, target, of, stop_after=2)
     # killed while writing shard 2: a temporary file; and between the shard and its record: a shard without one
     (folder / "shard-00002.safetensors.tmp").write_bytes(b"half")
+    (folder / "manifest.json.tmp").write_bytes(b"half")
     shard_file(folder, 1).with_suffix(".json").unlink()
     kept = shard_file(folder, 0).stat().st_mtime_ns
     with pytest.raises(StoreError, match="did not finish"):
