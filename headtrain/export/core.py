@@ -20,7 +20,7 @@ from ..metadata import ExportPart, Metadata, RouteAcceptance, write_json
 from ..types import TargetShape, TargetWeights
 from .card import write_card
 from .engines import ENGINES, NATIVE, Engine, ExportError, launch_command, resolve
-from .folder import CONFIG, DTYPE_KEY, FORBIDDEN, WEIGHTS, verify_folder
+from .folder import CONFIG, DTYPE_KEY, WEIGHTS, verify_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -57,11 +57,6 @@ def export_head(
         raise ExportError(f"dtype {name!r}: expected one of {', '.join(DTYPES)}")
     if weights is not None:
         head.attach(weights)
-    if list(head.wants().layers) != metadata.features.layers:
-        raise ExportError(
-            f"{checkpoint}: the head reads the target's layers {list(head.wants().layers)}, its training record says "
-            f"{metadata.features.layers}; exporting either would be a guess"
-        )
     with torch.no_grad():  # exactly the values that the folder will hold; buffers such as RoPE's stay as they are
         for tensor in head.state_dict().values():
             if tensor.is_floating_point():
@@ -103,9 +98,6 @@ def _write(
         save_tensors(folder / HEAD_FILE, cast(head_tensors(head)))
         metadata.write(folder)
         return spec
-    bad = [key for key in FORBIDDEN if key in spec.config]
-    if bad:
-        raise ExportError(f"the head's config for {row.title} holds the target's own keys {bad}")
     save_tensors(folder / WEIGHTS, cast(spec.tensors))
     write_json(folder / CONFIG, spec.config | {DTYPE_KEY: dtype})
     metadata.write(folder)

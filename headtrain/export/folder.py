@@ -208,16 +208,13 @@ def config_problems(config: dict[str, Any], metadata: Metadata | None) -> list[s
 
 
 def map_problems(config: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
-    """d2t holds offsets and token_map holds ids: each must be a bijection into the target's vocabulary."""
-    vocab_size = int(config.get("vocab_size") or 0)
-    problems = []
-    for name, read in (("d2t", vocab.from_offsets), ("token_map", vocab.validate)):
-        if name in tensors:
-            try:
-                read(tensors[name], vocab_size)
-            except ValueError as error:
-                problems.append(f"{name}: {error}")
-    return problems
+    """d2t holds offsets: added to 0, 1, 2 ... they give distinct rising ids of the target."""
+    try:
+        if "d2t" in tensors:
+            vocab.from_offsets(tensors["d2t"], int(config.get("vocab_size") or 0))
+    except ValueError as error:
+        return [f"d2t: {error}"]
+    return []
 
 
 def recognise(config: dict[str, Any], tensors: dict[str, Tensor], where: Path) -> tuple[str, str]:

@@ -145,6 +145,11 @@ class Medusa(DraftHead):
     def export_spec(self, dialect: str) -> ExportSpec:
         if dialect != "vllm":
             raise KeyError(dialect)
+        if self.draft_ids is not None:  # its loader asserts whole lm_heads (seen in 0.32), whatever the token_map
+            raise ValueError(
+                f"lm_heads of {self.draft_vocab_size} of {self.shape.vocab_size} rows are not loaded; "
+                "train with head.draft_vocab_size=null"
+            )
         config = {
             "architectures": [ARCHITECTURE],
             "model_type": "medusa",
@@ -158,9 +163,6 @@ class Medusa(DraftHead):
         tensors = dict(self.state_dict())
         if not self.config.own_lm_head:
             tensors["lm_head.weight"] = self._lm_heads()[0]
-        if self.draft_ids is not None:
-            config["truncated_vocab_size"] = self.draft_vocab_size
-            tensors["token_map"] = self.draft_ids
         return ExportSpec(config=config, tensors=tensors, method="medusa")
 
     @classmethod
@@ -172,18 +174,17 @@ class Medusa(DraftHead):
         if not config.get("medusa_fc_bias"):
             raise ValueError("medusa_fc_bias is not true: the engine would ignore the blocks' biases")
         size, whole = config["hidden_size"], config["vocab_size"]
-        draft = config.get("truncated_vocab_size", whole)
+        if config.get("truncated_vocab_size", whole) != whole:
+            raise ValueError(f"truncated_vocab_size {config['truncated_vocab_size']}: only whole lm_heads are loaded")
         shapes: dict[str, tuple[int, ...]] = {}
         for i in range(config["num_heads"]):
             for j in range(config["num_hidden_layers"]):
                 shapes[f"blocks.{i}.layers.{j}.weight"] = (size, size)
                 shapes[f"blocks.{i}.layers.{j}.bias"] = (size,)
             if not config["original_lm_head"]:
-                shapes[f"lm_heads.{i}.weight"] = (draft, size)
+                shapes[f"lm_heads.{i}.weight"] = (whole, size)
         if config["original_lm_head"]:
             shapes["lm_head.weight"] = (whole, size)
-        if draft < whole:
-            shapes["token_map"] = (draft,)
         return shapes
 
     @classmethod
@@ -194,21 +195,16 @@ class Medusa(DraftHead):
 
         cls.expected_tensors(dialect, config)
         tensors = dict(tensors)
-        ids, shared = tensors.pop("token_map", None), tensors.pop("lm_head.weight", None)
-        if ids is not None:
-            vocab.validate(ids, config["vocab_size"])
-        elif config.get("truncated_vocab_size", config["vocab_size"]) < config["vocab_size"]:
-            raise ValueError("truncated_vocab_size without its token_map")
+        shared = tensors.pop("lm_head.weight", None)
         own = shape.replace(hidden_size=config["hidden_size"], vocab_size=config["vocab_size"])
         head = cls(
             MedusaConfig(
                 num_heads=config["num_heads"],
                 num_layers=config["num_hidden_layers"],
                 own_lm_head=not config["original_lm_head"],
-                draft_vocab_size=config.get("truncated_vocab_size"),
             ),
             own,
-            ids,
+            None,
         )
         load_strict(head, tensors, f"{dialect} export")
         head.shared_lm_head = shared

@@ -30,6 +30,8 @@ HEADS = {
     "eagle3-whole": {"kind": "eagle3", "draft_vocab_size": None, "depth": 3},
     "eagle3-3.1": {"kind": "eagle3", "draft_vocab_size": 48, "depth": 2, "fc_norm": True, "norm_output": True},
     "medusa": {"kind": "medusa", "num_heads": 3, "num_layers": 2},
+    "medusa-shared": {"kind": "medusa", "num_heads": 2, "own_lm_head": False},
+    "medusa-reduced": {"kind": "medusa", "num_heads": 2, "draft_vocab_size": 40},
 }
 
 

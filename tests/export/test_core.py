@@ -16,7 +16,9 @@ from headtrain.heads.catalog import head_class
 from headtrain.heads.io import load_head
 from headtrain.metadata import Metadata, MetadataError
 
-PAIRS = [(name, engine) for name in cases.HEADS for engine in ENGINES]
+# vLLM has no form for a Medusa head of a reduced vocabulary
+PAIRS = [(name, engine) for name in cases.HEADS for engine in ENGINES if (name, engine) != ("medusa-reduced", "vllm")]
+WEIGHTS = cases.weights()
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def contents(folder):
 @pytest.mark.parametrize(("name", "engine"), PAIRS)
 def test_export_rebuilds_the_trained_head(tmp_path, name, engine):
     checkpoint = cases.checkpoint(tmp_path / "ckpt", name)
-    out = export_head(checkpoint, engine, tmp_path / "out")
+    out = export_head(checkpoint, engine, tmp_path / "out", weights=WEIGHTS)
     trained, _ = load_head(checkpoint)
     verified = verify_folder(out)
     assert verified.kind == trained.config.kind and verified.dialect == ENGINES[engine].dialect
@@ -58,8 +60,8 @@ def test_export_rebuilds_the_trained_head(tmp_path, name, engine):
 @pytest.mark.parametrize(("name", "engine"), PAIRS)
 def test_two_exports_are_byte_identical(tmp_path, name, engine):
     checkpoint = cases.checkpoint(tmp_path / "ckpt", name)
-    first = contents(export_head(checkpoint, engine, tmp_path / "out"))
-    assert first == contents(export_head(checkpoint, engine, tmp_path / "elsewhere"))
+    first = contents(export_head(checkpoint, engine, tmp_path / "out", weights=WEIGHTS))
+    assert first == contents(export_head(checkpoint, engine, tmp_path / "elsewhere", weights=WEIGHTS))
 
 
 def test_vllm_form_of_an_eagle3_head(exported, tmp_path):
@@ -79,6 +81,25 @@ def test_vllm_form_of_an_eagle3_head(exported, tmp_path):
     assert tensors["midlayer.self_attn.k_proj.weight"].shape == (32, 128)
     assert tensors["fc.weight"].shape == (64, 192)
     assert torch.equal(tensors["lm_head.weight"], trained.lm_head.weight)
+
+
+def test_a_shared_lm_head_travels_with_the_export(tmp_path):
+    checkpoint = cases.checkpoint(tmp_path / "ckpt", "medusa-shared")
+    with pytest.raises(ExportError, match="carries the target's own tensors.*attach"):
+        export_head(checkpoint, "vllm", tmp_path / "out")
+    out = export_head(checkpoint, "vllm", tmp_path / "out", weights=WEIGHTS)
+    assert json.loads((out / "config.json").read_text())["original_lm_head"] is True
+    assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], WEIGHTS.lm_head)
+
+
+def test_what_the_engine_cannot_load_is_refused_by_name(tmp_path):
+    checkpoint = cases.checkpoint(tmp_path / "ckpt", "medusa-reduced")
+    with pytest.raises(ExportError, match="vLLM cannot serve this head: lm_heads of 40 of 384 rows"):
+        export_head(checkpoint, "vllm", tmp_path / "out")
+    out = export_head(cases.checkpoint(tmp_path / "m", "medusa"), "vllm", tmp_path / "out")
+    rewrite(out, config=lambda c: c.update(truncated_vocab_size=40))
+    with pytest.raises(ValueError, match="truncated_vocab_size"):
+        verify_folder(out)
 
 
 def test_rope_of_the_target_survives(tmp_path):
@@ -315,7 +336,10 @@ def test_a_folder_without_metadata_is_recognised_by_its_tensors(exported, tmp_pa
     (exported / "headtrain.json").unlink()
     verified = verify_folder(exported)
     assert (verified.kind, verified.dialect, verified.head) == ("eagle3", "vllm", None)
-    rewrite(exported, lambda t: t.pop("fc.weight"))
+    rewrite(exported, lambda t: t["norm.weight"][0].fill_(float("nan")))
+    with pytest.raises(ExportError, match="norm.weight: non-finite"):
+        verify_folder(exported)
+    rewrite(exported, lambda t: (t.pop("fc.weight"), t["norm.weight"][0].fill_(1)))
     with pytest.raises(ExportError, match="nearest is eagle3 for vllm: missing tensor fc.weight"):
         verify_folder(exported)
 
