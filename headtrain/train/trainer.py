@@ -179,7 +179,7 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False) -
             norm = backend.normalise(float(sums.count), settings.clip)
             factor = lr_factor(step, total, settings.schedule, settings.warmup, settings.decay, settings.min_lr)
             good = math.isfinite(norm) and math.isfinite(float(sums.total))
-            if good and sums.count > 0:
+            if good:
                 optimizer.step(factor)
             optimizer.zero_grad()
             counters.count(good, packed, int(sums.count), before + time.monotonic() - began)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 
 import pytest
 import toyhead
@@ -17,11 +18,20 @@ def backend():
     return Backend("fp32")
 
 
-@pytest.fixture
-def run(tmp_path, backend):
-    """A finished run of 12 steps with checkpoints at 4, 8 and 12."""
-    recipe = toyhead.recipe(tmp_path / "run", steps=12, save_every=4, eval_every=100, keep=5)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, backend):
+    """A run of 12 steps with checkpoints at 4, 8 and 12."""
+    recipe = toyhead.recipe(tmp_path_factory.mktemp("finished"), steps=12, save_every=4, eval_every=100, keep=5)
     train(recipe, toyhead.setup(recipe, backend), backend)
+    return recipe
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """The same, a copy for each test."""
+    recipe = finished.model_copy(deep=True)
+    recipe.output = str(tmp_path / "run")
+    shutil.copytree(finished.output, recipe.output)
     return recipe
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,13 +16,15 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
+from headtrain.capture import Rows
 from headtrain.config import Recipe, RecipeError
 from headtrain.heads.io import load_head, read_tensors
 from headtrain.metadata import Metadata
 from headtrain.train import __main__ as command
 from headtrain.train.backend import Backend, resolve_precision
-from headtrain.train.setup import prepare_run
+from headtrain.train.setup import _online, prepare_run
 from headtrain.train.trainer import train
+from headtrain.types import Features, Row, Wants
 
 WORDS = ["quick", "brown", "fox", "lazy", "dog", "target", "model", "reads", "hidden", "state", "draft", "head"]
 
@@ -134,6 +137,28 @@ def test_same_start_every_time(recipe, backend):
     torch.manual_seed(99)
     two = prepare_run(recipe, backend, quiet()).head.state_dict()
     assert all(torch.equal(one[n], two[n]) for n in one)
+
+
+def test_one_forward_of_the_target_at_a_time(recipe):
+    """Reading ahead and evaluation ask from two threads; the target's hooks would mix their states."""
+    busy, overlaps = [], []
+
+    class Target:
+        def features(self, batch, wants):
+            overlaps.append(bool(busy))
+            busy.append(1)
+            time.sleep(0.01)
+            busy.pop()
+            return Features(torch.zeros(len(batch), 1, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4))
+
+    rows = {name: Rows([Row([1, 2, 3], [0, 0, 1])], []) for name in ("train", "eval")}
+    sources = _online(recipe, Target(), Wants((1,), summary=False), rows)
+    threads = [threading.Thread(target=lambda s=s: [s.batch([0]) for _ in range(10)]) for s in sources.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(overlaps) == 20 and not any(overlaps)
 
 
 def test_only_the_head_moves(recipe, backend):
