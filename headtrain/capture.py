@@ -251,7 +251,7 @@ class Meter:
 
 
 def main(
-    recipe: Annotated[Path, typer.Argument(help="YAML recipe, for example recipes/smollm2-135m-eagle3.yaml")],
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe, for example recipes/quickstart.yaml")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example features.dtype=int8")] = None,
 ) -> None:
     """Run the target over the recipe's data and store the hidden states that its head reads.

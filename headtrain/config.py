@@ -147,7 +147,7 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _head_names_its_kind(self) -> Recipe:
         if not isinstance(self.head.get("kind"), str):
-            raise ValueError("head: needs `kind`, for example `kind: eagle3`; `headtrain heads` lists them")
+            raise ValueError("head: needs `kind`; `headtrain heads` lists the kinds")
         return self
 
     @property

@@ -1,0 +1,162 @@
+"""What every head in the catalogue must do, crossed with the same tests. A new head is tested by being listed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import tiny
+import torch
+
+from headtrain.config import TargetSection
+from headtrain.export.core import export_head
+from headtrain.export.engines import ENGINES, ExportError, serves
+from headtrain.export.folder import verify_folder
+from headtrain.heads.catalog import HEADS, build_head, parse_head
+from headtrain.heads.io import head_metadata, head_tensors, load_head, save_head
+from headtrain.target.load import load_target
+from headtrain.types import Batch, Row
+
+VARIANTS = {
+    "eagle3": [{"depth": 3, "draft_vocab_size": 64}, {"depth": 2, "draft_vocab_size": None, "fc_norm": True}],
+    "medusa": [{"num_heads": 2}, {"num_heads": 3, "draft_vocab_size": 64, "labels": "soft"}, {"own_lm_head": False}],
+}
+CASES = [(kind, n) for kind in HEADS for n in range(len(VARIANTS[kind]))]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_folder):
+    return load_target(TargetSection(path=str(tiny_folder)))
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def head(request, target):
+    kind, number = request.param
+    config = parse_head({"kind": kind, **VARIANTS[kind][number]})
+    size = HEADS[kind].uses_draft_vocab(config, target.shape)
+    ids = None if size is None else torch.randperm(target.shape.vocab_size)[:size].sort().values
+    torch.manual_seed(1)
+    head = build_head(config, target.shape, ids)
+    head.attach(target.weights())
+    head.init_from_target(target.weights())
+    return head
+
+
+def run(head, target, rows):
+    batch = Batch.pack(rows)
+    return head.loss(batch, target.features(batch, head.wants()), target.teacher(), head.wants().depth)
+
+
+def test_every_head_has_variants():
+    assert VARIANTS.keys() == HEADS.keys()
+
+
+def test_only_the_heads_parameters_move(head, target):
+    before = {n: t.clone() for n, t in target.model.state_dict().items()}
+    own = {n: p.detach().clone() for n, p in head.named_parameters()}
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    for _ in range(2):  # a parameter behind one that starts at zero has no gradient in the first step
+        optimizer.zero_grad()
+        run(head, target, tiny.rows((24, 9, 33))).total.backward()
+        optimizer.step()
+    assert all(torch.equal(t, before[n]) for n, t in target.model.state_dict().items())
+    still = [n for n, p in head.named_parameters() if torch.equal(p, own[n])]
+    assert not still, f"never trained: {still}"
+
+
+def test_training_lowers_the_loss(head, target):
+    rows = tiny.rows((24, 9, 33))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        sums = run(head, target, rows)
+        (sums.total / sums.count).backward()
+        optimizer.step()
+        losses.append(sums.total.item())
+    assert losses[-1] < 0.97 * losses[0]  # soft labels: most of it is the entropy of a random target
+
+
+def test_save_and_load_give_the_same_head(head, target, tmp_path):
+    save_head(tmp_path, head, head_metadata(head, target.identity))
+    again, metadata = load_head(tmp_path)
+    mine, theirs = head_tensors(head), head_tensors(again)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in mine)
+    assert again.config == head.config and metadata.head.depth == head.wants().depth
+    again.attach(target.weights())
+    rows = tiny.rows((24, 9))
+    assert torch.equal(run(head, target, rows).total, run(again, target, rows).total)
+
+
+def test_every_export_is_strict_and_repeatable(head, target, tmp_path):
+    save_head(tmp_path / "head", head, head_metadata(head, target.identity))
+    for name, engine in ENGINES.items():
+        if not serves(engine, type(head)):
+            continue
+        try:
+            head.export_spec(engine.dialect) if engine.dialect in type(head).dialects else None
+        except ValueError as error:  # this configuration is refused by name, before anything is written
+            with pytest.raises(ExportError, match=re.escape(str(error))):
+                export_head(tmp_path / "head", name, tmp_path / name, weights=target.weights())
+            assert not (tmp_path / name).exists()
+            continue
+        for copy in ("a", "b"):
+            export_head(tmp_path / "head", name, tmp_path / name / copy, weights=target.weights())
+            verify_folder(tmp_path / name / copy)
+        files = sorted(p.name for p in (tmp_path / name / "a").iterdir())
+        for file in files:
+            assert (tmp_path / name / "a" / file).read_bytes() == (tmp_path / name / "b" / file).read_bytes(), file
+    for lost in head_tensors(head):
+        tensors = head_tensors(head)
+        del tensors[lost]
+        from headtrain.heads.io import FILE, save_tensors
+
+        save_tensors(tmp_path / "head" / FILE, tensors)
+        with pytest.raises(ValueError, match=lost.replace(".", r"\.")):
+            load_head(tmp_path / "head")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [Row([5, 6, 7, 8], [0] * 4)],
+        [Row([5], [1])],
+        [Row([5], [0])],
+        [Row([5, 6], [0, 1])],
+        [Row([4, 5, 6], [0, 0, 1])],
+    ],
+    ids=["all masked", "one supervised token", "one token", "two tokens", "only the first token of a turn"],
+)
+def test_rows_without_a_pair_give_a_finite_zero(head, target, rows):
+    sums = run(head, target, rows)
+    assert sums.total == 0 and sums.count == 0
+    sums.total.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in head.parameters())
+
+
+def test_a_turn_shorter_than_the_depth_trains_what_there_is(head, target):
+    sums = run(head, target, [Row([5, 6, 7, 8], [0, 1, 1, 1])])
+    assert sums.pairs.tolist() == [2.0, 1.0, 0.0, 0.0][: head.wants().depth]
+    assert sums.total.isfinite()
+
+
+def test_rows_of_any_packing_give_the_same_sums(head, target):
+    rows = tiny.rows((24, 9, 33))
+    together = run(head, target, rows)
+    apart = [run(head, target, [row]) for row in rows]
+    total = apart[0] + apart[1] + apart[2]
+    assert torch.equal(together.pairs, total.pairs) and torch.equal(together.hits, total.hits)
+    # fp32 sums in another order
+    torch.testing.assert_close(together.total, total.total, rtol=1e-5, atol=0)
+
+
+def test_a_sequence_longer_than_the_session_is_an_error_or_fits(head, target):
+    wants = head.wants()
+    session = head.session(4)
+    features = torch.zeros(5, len(wants.layers), target.shape.hidden_size), torch.zeros(5, target.shape.hidden_size)
+    try:
+        logits = session.extend(torch.arange(5), *features)
+    except ValueError as error:
+        assert "4 positions" in str(error)
+    else:
+        assert logits.isfinite().all()
