@@ -30,17 +30,22 @@ def table(evaluation: Evaluation) -> Table:
 
 def cells(s: RouteSummary) -> list[str]:
     """One summary as text; what was not measured is a dash."""
-    half = (s.tau_high - s.tau_low) / 2
+    half = _number((s.tau_high - s.tau_low) / 2, ".2f")
     return [
         s.route,
         str(s.prompts),
-        f"{s.tau:.2f} ±{half:.2f}" if s.rounds else "-",
+        f"{s.tau:.2f} ±{half}" if s.rounds else "-",
         *[f"{a / o:.2f}".removeprefix("0")[:3] if o else "-" for a, o in s.alpha],
         _number(s.plain_rate, ".0f" if s.plain_rate >= 100 else ".1f"),
         _number(s.speculative_rate, ".0f" if s.speculative_rate >= 100 else ".1f"),
         _number(s.speedup, ".2f", "x"),
         "-" if s.identical is None else f"{s.identical}/{s.prompts}",
     ]
+
+
+def _with_interval(s: RouteSummary) -> str:
+    interval = "" if math.isnan(s.tau_low) else f"  ({s.tau_low:.2f} to {s.tau_high:.2f})"
+    return f"{s.tau:.2f}{interval}"
 
 
 def _number(value: float, form: str, unit: str = "") -> str:

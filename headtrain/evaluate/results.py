@@ -19,6 +19,7 @@ from ..metadata import RouteAcceptance
 ALL = "all"
 FORMAT = 1
 RESAMPLES = 2000
+FEWEST = 3  # prompts of an interval: resampling one prompt would claim certainty
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,10 @@ class RouteSummary:
     """Pooled over a route's prompts (sums over sums, so that long answers weigh more).
 
     tau: tokens committed for each target forward after prefill, the target's own token included; NaN without rounds.
-    tau_low, tau_high: a 95 % interval by resampling prompts. alpha[j-1]: [accepted, offered] of the j-th drafted
-    token where all before were accepted; cumulative: the running product of their ratios. Rates: tokens after the
-    first, by seconds after prefill. shares: of the speculative decode time, by phase. identical: of ``prompts`` greedy
-    texts (None at temperature > 0).
+    tau_low, tau_high: a 95 % interval by resampling prompts, NaN for fewer than ``FEWEST``. alpha[j-1]: [accepted,
+    offered] of the j-th drafted token where all before were accepted; cumulative: the running product of their
+    ratios. Rates: tokens after the first, by seconds after prefill. shares: of the speculative decode time, by
+    phase. identical: of ``prompts`` greedy texts (None at temperature > 0).
     """
 
     route: str
@@ -211,12 +212,13 @@ def cumulative(alpha: Sequence[tuple[int, int]]) -> list[float]:
 
 
 def bootstrap_tau(results: Sequence[PromptResult], resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float]:
-    """95 % percentile interval of the pooled tau over prompts drawn with replacement. (NaN, NaN) without rounds.
+    """95 % percentile interval of the pooled tau over prompts drawn with replacement; (NaN, NaN) for fewer than
+    ``FEWEST`` prompts with rounds.
 
     The prompt is the unit, since rounds of one text are not independent.
     """
     pairs = [(sum(x.committed for x in r.rounds), len(r.rounds)) for r in results if r.rounds]
-    if not pairs:
+    if len(pairs) < FEWEST:
         return math.nan, math.nan
     table = torch.tensor(pairs, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
