@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 import tiny
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

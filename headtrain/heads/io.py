@@ -41,6 +41,9 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, temporary, metadata={"format": "pt"})
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
+    mask = os.umask(0)
+    os.umask(mask)
+    temporary.chmod(0o666 & ~mask)  # safetensors writes 0600, which a group could not read
     os.replace(temporary, path)
 
 
