@@ -110,16 +110,37 @@ def test_fallback_is_said_and_packed_insists(caplog):
 
 
 def test_a_window_that_the_attention_is_not_told_of_is_found():
-    """Sliding windows longer than the probe agree in numbers: the windows themselves are compared."""
+    """Windows longer than the probe agree in numbers: the windows themselves are compared."""
     model = families.build("mistral")
     model.config.sliding_window = 100
-    for layer in model.model.layers:
-        assert layer.self_attn.config is model.config  # read at run time: told
-    assert Target.of(model).packed
+    assert Target.of(model).packed  # read at run time: told
     model = families.build("gemma3")
     model.config.sliding_window = 100
-    target = Target.of(model)  # Gemma-3 keeps the window it was built with
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None  # only the mask has it, which packing does not read
+    target = Target.of(model)
     assert not target.packed and target.parts.config._attn_implementation == "sdpa"
+
+
+def test_an_attention_that_depends_on_the_whole_run_is_not_packed():
+    model = families.build("llama")
+    attention = model.model.layers[1].self_attn
+    own = attention.forward
+
+    def longer(hidden_states, **more):
+        out, weights = own(hidden_states=hidden_states, **more)
+        return out * hidden_states.shape[1], weights
+
+    attention.forward = longer
+    with pytest.raises(TargetError, match="packed features differ by"):
+        Target.of(model, attention="packed")
+
+
+def test_a_family_without_sdpa_keeps_its_own_attention():
+    model = families.build("llama")
+    model.set_attn_implementation("eager")
+    target = Target.of(model)
+    assert not target.packed and target.parts.config._attn_implementation == "eager"
 
 
 def test_long_rope_documents_beyond_the_switch_run_alone():

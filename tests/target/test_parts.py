@@ -10,7 +10,7 @@ from torch import nn
 
 from headtrain.target.files import find_tensor_names
 from headtrain.target.model import Target
-from headtrain.target.parts import check_teacher, compare_logits, effective_norm_weight, find_parts
+from headtrain.target.parts import check_teacher, effective_norm_weight, find_parts
 from headtrain.target.shape import TargetError
 from headtrain.types import Batch, Features, Row, Wants
 
@@ -148,9 +148,17 @@ def test_a_load_checks_the_teacher():
         Target.of(model)
 
 
-def test_nan_logits_fail_the_comparison():
-    figures = compare_logits(torch.full((2, 3), float("nan")), torch.ones(2, 3), torch.float32)
-    assert not figures["excess"] <= 1
+def test_features_that_are_not_numbers_are_refused(monkeypatch):
+    target = Target.of(families.build("llama"))
+
+    def broken(batch: Batch, wants: Wants) -> Features:
+        got = Target.features(target, batch, wants)
+        got.final = got.final * float("nan")
+        return got
+
+    monkeypatch.setattr(target, "features", broken)
+    with pytest.raises(TargetError, match="largest difference nan"):
+        check_teacher(target)
 
 
 # -- files --------------------------------------------------------------------------------------------------------
