@@ -198,6 +198,15 @@ def test_names_under_a_language_model(tmp_path, name):  # CASES 20
     assert "self_attn.q_proj.weight" in found.layers[3]
 
 
+def test_other_towers_are_passed_over(tmp_path):
+    text = ("embed_tokens", "norm", "layers.0.mlp.down_proj", "layers.1.mlp.down_proj")
+    names = [f"model.language_model.{n}.weight" for n in text] + ["lm_head.weight"]
+    others = [f"{tower}.{n}.weight" for tower in ("visual", "audio_tower", "mtp") for n in ("embed_tokens", "lm_head")]
+    save_file({n: torch.ones(2, 2) for n in names + others}, tmp_path / "model.safetensors")
+    found = find_tensor_names(tmp_path)
+    assert [found.embed, found.final_norm, found.lm_head] == [names[0], names[1], "lm_head.weight"]
+
+
 def test_candidates_in_files(tmp_path):
     save_file({"encoder.table": torch.ones(3, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(TargetError, match="no token embedding among 1 tensors.*candidates: encoder.table"):
