@@ -56,7 +56,7 @@ def export_head(
     if name not in DTYPES:
         raise ExportError(f"dtype {name!r}: expected one of {', '.join(DTYPES)}")
     if weights is not None:
-        head.attach(weights)
+        head.attach(TargetWeights(weights.embed.cpu(), weights.lm_head.cpu(), weights.final_norm.cpu()))
     with torch.no_grad():  # exactly the values that the folder will hold; buffers such as RoPE's stay as they are
         for tensor in head.state_dict().values():
             if tensor.is_floating_point():

@@ -79,6 +79,8 @@ def expected_tensors(dialect: str, config: dict[str, Any]) -> dict[str, tuple[in
         raise ValueError(f"architectures {config.get('architectures')!r}, expected [{ARCHITECTURE!r}]")
     if config.get("tie_word_embeddings", False):
         raise ValueError("tie_word_embeddings is true: the draft lm_head is the head's own, expected false")
+    if config.get("num_hidden_layers") != 1:
+        raise ValueError(f"num_hidden_layers {config.get('num_hidden_layers')!r}: the head has one layer, expected 1")
     ids = _layer_ids(config)
     size, middle = config["hidden_size"], config["intermediate_size"]
     inner = config["num_attention_heads"] * config["head_dim"]

@@ -160,6 +160,7 @@ BROKEN = {
     "draft vocabulary as vocabulary": (None, lambda c: c.update(vocab_size=48), "vocab_size"),
     "tied": (None, lambda c: c.update(tie_word_embeddings=True), "tie_word_embeddings"),
     "quantised config": (None, lambda c: c.update(quantization_config={"quant_method": "awq"}), "quantization_config"),
+    "layers of the target": (None, lambda c: c.update(num_hidden_layers=48), "num_hidden_layers 48: the head has one"),
     "eps": (None, lambda c: c.update(rms_norm_eps=1e-5), "rms_norm_eps"),
 }
 
