@@ -246,8 +246,26 @@ def check(
         for row in result.rows:
             table.add_row(row.item, str(row.expected), str(row.found), row.verdict, style=colours.get(row.verdict))
         out.print(table)
-        out.print(f"{result.verdict} (exit code {result.exit_code})", markup=False)
+        out.print(f"{result.verdict} (exit code {result.exit_code}): {result.relation}", markup=False)
     raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="a run that was evaluated")]) -> None:
+    """The table of a run's evaluation, and where everything that the run made lies."""
+    from .evaluate.report import table
+    from .evaluate.results import Evaluation
+
+    measured = run / "eval" / "eval.json"
+    if not measured.is_file():
+        raise RecipeError(f"no {measured}: `headtrain eval {run}` makes it")
+    out.print(table(Evaluation.from_dict(json.loads(measured.read_text(encoding="utf-8")))))
+    made = {"head": checkpoint_of(run), "curve": run / "metrics.jsonl", "figures": measured}
+    made |= {"report": run / "eval" / "eval.html", "features": run / "features"}
+    exports = [("export", path.parent) for path in sorted(run.glob("export*/config.json"))]
+    for name, path in [*made.items(), *exports]:
+        if path.exists():
+            out.print(f"{name:<9} {path}", markup=False)
 
 
 @app.command()

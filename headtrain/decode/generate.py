@@ -208,7 +208,10 @@ class _Run:
         if self.sampling.greedy:
             choices, gaps = top_two(logits)
             accepted = verify_greedy(draft, choices)
-            return accepted, choices[: accepted + 1].tolist(), gaps[: accepted + 1].tolist()
+            kept = gaps[: accepted + 1].tolist()
+            if any(map(math.isnan, kept)):
+                raise ValueError(f"the target's logits are not finite after {len(self.out.tokens)} new tokens")
+            return accepted, choices[: accepted + 1].tolist(), kept
         p = warp(logits, self.sampling.temperature, self.sampling.top_p, self.sampling.top_k)
         if proposal is None:
             return 0, [int(sample(p[0], self.sampling.generator))], []

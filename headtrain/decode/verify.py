@@ -74,13 +74,15 @@ def verify_sampled(draft: Tensor, q: Tensor | None, p: Tensor, generator: torch.
     the drafted tokens were drawn from, or None where they were not drawn: a deterministic draft has q = 1 on its
     token, so it is accepted with p(x), and on rejection x is struck from p.
     """
-    for j, token in enumerate(draft.tolist()):
+    count = draft.numel()
+    wanted = p[:count].gather(1, draft[:, None])[:, 0].tolist()  # p(x) and q(x) of every x, in one transfer
+    drawn = [1.0] * count if q is None else q.gather(1, draft[:, None])[:, 0].tolist()
+    for j in range(count):
         u = float(torch.rand((), generator=generator, dtype=torch.float64))
-        chance = 1.0 if q is None else float(q[j, token])
-        if u * chance >= float(p[j, token]):  # u >= p/q without a division: q(x) = 0 would be a NaN
+        if not u * drawn[j] < wanted[j]:  # u < p/q without a division; a NaN is rejected, and then `sample` raises
             q_row = torch.zeros_like(p[j]).index_fill_(0, draft[j : j + 1], 1.0) if q is None else q[j]
             return j, int(sample(residual(p[j], q_row), generator))
-    return draft.numel(), int(sample(p[draft.numel()], generator))
+    return count, int(sample(p[count], generator))
 
 
 def top_two(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -205,6 +205,16 @@ def test_errors(change, message):
         generate(counting(context=10), **{"prompt_ids": [0], **change})
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("drafter", [None, ScriptedDrafter(COUNT), FixedDrafter(torch.zeros(40, 40, 40))])
+def test_logits_that_are_not_finite_stop(drafter, temperature):
+    target = counting()
+    target.rows = target.rows.clone()
+    target.rows[:, 5] = math.nan
+    with pytest.raises(ValueError, match="finite"):
+        generate(target, [0], drafter=drafter, k=3, max_new_tokens=30, temperature=temperature, seed=2, eos_ids=())
+
+
 def test_a_head_with_one_module_a_depth_refuses_a_longer_chain(target):
     drafter = HeadDrafter(head_for(target, "medusa", num_heads=3))
     assert drafter.max_k == 3
