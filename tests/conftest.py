@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-import pytest
-import tiny
-import torch
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import tiny  # noqa: E402
+import torch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

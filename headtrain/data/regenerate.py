@@ -26,7 +26,7 @@ from .conversations import Conversation
 MIN_CUT = 8  # tokens of a cut answer that are worth keeping
 CUT_TRIES = 8  # tokens before the first difference that may have to go, too
 SAY_EVERY = 30.0  # seconds between lines where there is no terminal
-PROMPT_TOKENS = 8192  # of one batch, padded
+PROMPT_TOKENS = 16384  # of one batch, padded
 
 
 @dataclass
