@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .few_rows import linear
+
 
 class Teacher:
     """final features [., H] -> the target's logits.
@@ -25,7 +27,7 @@ class Teacher:
 
     def logits(self, final: Tensor) -> Tensor:
         """[., H] -> [., V] float32. The matrix product runs in the weight's dtype, as in the target."""
-        out = torch.nn.functional.linear(final.to(self.weight.dtype), self.weight, self.bias).float()
+        out = linear(final.to(self.weight.dtype), self.weight, self.bias).float()
         if self.scale != 1.0:
             out = out * self.scale
         if self.softcap:

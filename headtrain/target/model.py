@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..few_rows import use_few_rows
 from ..metadata import TargetIdentity
 from ..teacher import Teacher
 from ..types import Batch, Features, TargetShape, TargetWeights, Wants
@@ -44,6 +45,7 @@ class Target:
         """Wrap a loaded model: freeze it, find its parts, read its conventions, choose its attention, and check that
         its own logits come back from its final features."""
         model.eval().requires_grad_(False)
+        use_few_rows(model)
         parts = find_parts(model)
         conventions = measure(model, parts)
         target = cls(
