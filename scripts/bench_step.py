@@ -12,15 +12,19 @@ losses and gradients must agree to 1e-4.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import multiprocessing
+import os
 import resource
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
-import torch
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as headtrain.train does
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -138,10 +142,8 @@ class PeakMemory:
             self.base = torch.cuda.memory_allocated()
         else:
             self.base = self._resident()
-            try:
+            with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-            except OSError:
-                pass
         return self
 
     @staticmethod
@@ -160,7 +162,6 @@ def one_variant(args, variant: str) -> dict:
     torch.set_num_threads(args.threads)
     head, batch, features, teacher = build(args)
     precision = torch.bfloat16 if variant == "bf16" else torch.float32
-    rate = matmul_rate(args.device, precision)
     reference = importlib.import_module(f"reference_{args.head}") if variant == "reference" else None
     if reference:  # it wants the final feature at every position
         full = torch.zeros(len(batch), args.hidden)
@@ -183,19 +184,21 @@ def one_variant(args, variant: str) -> dict:
 
     with PeakMemory(args.device) as peak:
         total, per_depth = step()
-    times = []
+    # the machine's speed drifts: each step is set against the rate measured just before and after it
+    times, rates = [], [matmul_rate(args.device, precision)]
     for _ in range(1 if reference else args.repeats):
         begin = time.perf_counter()
         step()
         times.append(time.perf_counter() - begin)
-    seconds = sorted(times)[len(times) // 2]
+        rates.append(matmul_rate(args.device, precision))
+    seconds, rate = median(times), median(rates)
     needed = head.flops(Batch(*(t.cpu() for t in vars(batch).values())), args.depth)
     norms = {n: p.grad.double().norm().item() for n, p in head.named_parameters() if p.grad is not None}
     sketch = {n: sketch_of(p.grad) for n, p in head.named_parameters() if p.grad is not None}
+    shares = [2 * needed / t / (a + b) for t, a, b in zip(times, rates, rates[1:], strict=False)]
     return dict(
         variant=variant, seconds=seconds, tokens_per_second=len(batch) / seconds, peak_bytes=peak.bytes,
-        rate=rate, needed=needed, share=needed / seconds / rate, total=total, per_depth=per_depth,
-        norms=norms, sketch=sketch,
+        rate=rate, needed=needed, share=median(shares), total=total, per_depth=per_depth, norms=norms, sketch=sketch,
     )  # fmt: skip
 
 
@@ -250,10 +253,10 @@ def main() -> int:
         )
     if "fp32" in results and "bf16" in results:
         a, b = results["bf16"], results["fp32"]
-        slow = " (this processor has no fast bf16 product: train.precision=auto stays in fp32)"
+        slow = " (no fast bf16 product here: train.precision=auto stays in fp32)"
         print(
-            f"bf16 autocast: {a['tokens_per_second'] / b['tokens_per_second']:.2f}x fp32's tokens/s; its matrix-multiply "
-            f"rate is {a['rate'] / b['rate']:.2f}x fp32's" + (slow if a["rate"] < b["rate"] else "")
+            f"bf16 autocast: {a['tokens_per_second'] / b['tokens_per_second']:.2f}x fp32's tokens/s; its "
+            f"matrix-multiply rate is {a['rate'] / b['rate']:.2f}x fp32's" + (slow if a["rate"] < b["rate"] else "")
         )
     if args.json:
         args.json.write_text(json.dumps({v: {k: x for k, x in r.items() if k != "sketch"} for v, r in results.items()}))
