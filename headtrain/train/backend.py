@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,10 @@ class Backend:
             project_dir=str(folder) if folder else None,
         )
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        if self.device.type == "cpu":
+            # `accelerate launch` gives each process one thread; a run takes the machine's cores, shared by its ranks
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
         self.main = self.accelerator.is_main_process
 
     def prepare(self, head: DraftHead) -> None:
