@@ -41,8 +41,8 @@ def test_a_minute_of_training_on_the_real_target_raises_tau(tmp_path, monkeypatc
         ROOT / "recipes/quickstart.yaml",
         [
             f"target.path={folder}", f"data.train=[{maths}]", f"data.eval=[{held}]", f"output={tmp_path / 'run'}",
-            "data.max_length=384", "head.draft_vocab_size=2048", "head.depth=3", "train.steps=80", "train.eval_every=20",
-            "train.depth_schedule=[]", "train.batch_tokens=512",
+            "data.max_length=384", "head.draft_vocab_size=2048", "head.depth=3", "train.steps=80",
+            "train.eval_every=20", "train.depth_schedule=[]", "train.batch_tokens=512",
         ],
     )  # fmt: skip
     capture(recipe, console=Console(quiet=True))
