@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -343,6 +344,7 @@ def main() -> None:
     from .target.shape import TargetError
     from .train.checkpoint import CheckpointError
 
+    warnings.showwarning = lambda message, *_, **__: err.print(f"warning: {message}", style="yellow", markup=False)
     expected = (RecipeError, DataError, StoreError, ExportError, MetadataError, TargetError, CheckpointError)
     try:
         app()

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -183,6 +184,8 @@ def _model_class(config: Any) -> Any:
 
 
 def _load_model(section: TargetSection, place: Place, config: Any, device: torch.device) -> torch.nn.Module:
+    from transformers.utils.logging import disable_progress_bar
+
     more = _arguments(section, place)
     more["ignore_mismatched_sizes"] = True  # named in the loading info, and refused by us
     if section.attention in ("eager", "sdpa"):
