@@ -186,6 +186,8 @@ def _model_class(config: Any) -> Any:
 def _load_model(section: TargetSection, place: Place, config: Any, device: torch.device) -> torch.nn.Module:
     from transformers.utils.logging import disable_progress_bar
 
+    if not sys.stderr.isatty():  # in a log, a bar is a hundred lines
+        disable_progress_bar()
     more = _arguments(section, place)
     more["ignore_mismatched_sizes"] = True  # named in the loading info, and refused by us
     if section.attention in ("eager", "sdpa"):
