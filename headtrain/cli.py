@@ -231,12 +231,13 @@ def check(
     probe: Annotated[
         bool, typer.Option(help="compare the target's behaviour (loads it); --no-probe takes seconds")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the rows and the verdict as JSON")] = False,
 ) -> None:
     """Does this head belong to this target? Exit code 0 compatible, 1 not, 2 cannot tell."""
     from .export.check import check as run
 
-    result = run(export, target, probe=probe, device=device())
+    folder = checkpoint_of(export) if (export / "checkpoints").is_dir() else export
+    result = run(folder, target, probe=probe, device=device())
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
@@ -247,7 +248,9 @@ def check(
         for row in result.rows:
             table.add_row(row.item, str(row.expected), str(row.found), row.verdict, style=colours.get(row.verdict))
         out.print(table)
-        out.print(f"{result.verdict} (exit code {result.exit_code}): {result.relation}", markup=False)
+        warned = sum(row.verdict == "warn" for row in result.rows)
+        more = f"; {warned} warning{'s' * (warned > 1)}" if warned else ""
+        out.print(f"{result.verdict} (exit code {result.exit_code}): {result.relation}{more}", markup=False)
     raise typer.Exit(result.exit_code)
 
 
@@ -288,11 +291,15 @@ def engines() -> None:
 
     rows = engine_table()
     table = Table()
-    for name in rows[0]:
+    columns = ("engine", "head", "served", "versions", "tested")
+    for name in columns:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*(row[name] for name in columns))
     out.print(table)
+    for engine in dict.fromkeys(row["engine"] for row in rows):
+        row = next(r for r in rows if r["engine"] == engine)
+        out.print(f"{engine}: {row['notes']} Source: {row['source']}", markup=False)
 
 
 # -- shared by the verbs -----------------------------------------------------------------------------------------

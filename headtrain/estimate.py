@@ -42,6 +42,7 @@ class Estimate:
     feature_bytes: int
     steps: int
     epochs: float
+    target_resident: bool
 
     def lines(self) -> list[str]:
         how = "counted" if self.counted else "from the files' size" if self.tokens_known else "data not at hand"
@@ -50,16 +51,19 @@ class Estimate:
             f"target      {self.shape.architecture}, H {self.shape.hidden_size:,}, {self.shape.num_layers} layers, "
             f"V {self.shape.vocab_size:,}"
             + (f"; weights {human(self.target_bytes)}" if self.target_bytes is not None else ""),
-            f"head        {self.head_parameters / 1e6:,.1f} M trained parameters, depth {self.wants.depth}, reads "
-            f"layers {layers}, final at {self.wants.final} positions",
+            f"head        {self.head_parameters / 1e6:,.1f} M trained parameters, drafts {self.wants.depth} deep, "
+            f"reads hidden_states {layers} and the final feature at {self.wants.final} positions",
             f"data        {self.rows:,} rows, {self.tokens:,} tokens, {self.supervised:,} supervised ({how})"
             if self.tokens_known
             else f"data        not at hand: the sizes below are for each {UNKNOWN_TOKENS:,} tokens",
             f"features    {human(self.feature_bytes)} on disk, {human(self.feature_bytes / (self.tokens or 1))} a token"
             if self.feature_bytes
             else "features    none on disk: computed while training",
-            f"steps       {self.steps:,} optimizer steps, {self.epochs:.2g} epochs",
-            f"memory      {human(sum(self.training_bytes.values()))} for training, of it "
+            f"steps       {self.steps:,} optimizer steps, {self.epochs:.2g} epochs"
+            + ("" if self.tokens_known else f" (for each {UNKNOWN_TOKENS:,} tokens)"),
+            f"memory      {human(sum(self.training_bytes.values()))} for training"
+            + (", and the target's own weights beside it" if self.target_resident else "")
+            + "; of it "
             + ", ".join(f"{name} {human(size)}" for name, size in self.training_bytes.items()),
         ]
         return lines
@@ -103,6 +107,7 @@ def estimate(recipe: Recipe) -> Estimate:
         feature_bytes=features,
         steps=steps,
         epochs=steps * per_step / max(tokens, 1),
+        target_resident=recipe.features.mode == "online",
     )
 
 
@@ -123,7 +128,7 @@ def _training_bytes(recipe: Recipe, head: DraftHead, shape: TargetShape, share: 
     matrices = (1 if shape.tied else 2) * shape.vocab_size * shape.hidden_size
     return {
         "parameters": 4 * parameters,
-        "gradients": 8 * parameters,  # the loss forms the lm_head's gradient beside the one that it is added to
+        "gradients and their buffers": 8 * parameters,  # the loss forms lm_head's beside the one it is added to
         "optimizer": 8 * parameters,
         "activations": width * values + 3 * 4 * CHUNK_LOGITS,
         "the target's embedding and lm_head": width * matrices + width * head.draft_vocab_size * shape.hidden_size,

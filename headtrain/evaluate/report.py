@@ -66,6 +66,11 @@ def caption(evaluation: Evaluation) -> str:
     if s.rounds:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in s.shares.items())
         lines.append(f"time with drafts: {shares}")
+        if s.speedup < 1:
+            lines.append(
+                f"slower than without drafts here: a forward of {settings['k'] + 1} tokens costs more here "
+                f"than tau {s.tau:.2f} gives back; try a smaller --k"
+            )
     lines += difference_lines(evaluation)
     return "\n".join(lines)
 

@@ -178,9 +178,8 @@ def launch_line(export: str | Path, target: str | None = None) -> str:
 
 
 def _draft_length(metadata: Metadata) -> int:
-    """A chain as it was measured, or the trained depth up to the usual 3."""
-    measured = metadata.acceptance.get("all")
-    return measured.k if measured is not None else min(metadata.head.depth, 3)
+    """The usual chain of 3, or the trained depth where that is less: tune it with `headtrain eval --k`."""
+    return min(metadata.head.depth, 3)
 
 
 def _length_warnings(metadata: Metadata) -> list[str]:

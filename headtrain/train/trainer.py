@@ -139,6 +139,7 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False) -
                 versions=versions(),
             )
             metadata = head_metadata(head, setup.identity, training=training)
+            metadata.head.depth = max((s.depth for s in settings.depth_schedule), default=full)
             checkpoint.save(root, head, metadata, optimizer.state(), counters, origin, settings.keep)
         backend.wait()
         return root / f"step-{counters.step:06d}"
