@@ -105,9 +105,8 @@ def train(
 
         out.print("\n".join(plan_lines(load_recipe(recipe, overrides or []))), markup=False)
         return
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "headtrain.train", str(recipe)]
-    os.execv(sys.executable, [*command, *(overrides or []), *(["--fresh"] if fresh else [])])
+    command = [sys.executable, "-m", "headtrain.train", str(recipe), *(overrides or [])]
+    os.execv(sys.executable, [*command, *(["--fresh"] if fresh else [])])
 
 
 @app.command()
@@ -180,13 +179,13 @@ def evaluate(
     specs = prompts or (settings.prompts if settings else [])
     if not specs:
         raise RecipeError("no prompts: give --prompts, or eval.prompts in the recipe")
-    result = measure(
-        loaded, head, load_prompts(loaded.tokenizer, specs, pick("limit_per_route", limit_per_route, None)),
+    to = to or run / "eval"
+    to.mkdir(parents=True, exist_ok=True)
+    result = measured(
+        measure, loaded, head, load_prompts(loaded.tokenizer, specs, pick("limit_per_route", limit_per_route, None)),
         k=pick("k", k, 5), temperature=pick("temperature", temperature, 0.0),
         max_new_tokens=pick("max_new_tokens", max_new_tokens, 128), seed=pick("seed", seed, 0),
     )  # fmt: skip
-    to = to or run / "eval"
-    to.mkdir(parents=True, exist_ok=True)
     write_json(to / "eval.json", result.to_dict())
     (to / "eval.html").write_text(html_report(result), encoding="utf-8")
     out.print(table(result))
@@ -260,11 +259,15 @@ def report(run: Annotated[Path, typer.Argument(help="a run that was evaluated")]
     from .evaluate.report import table
     from .evaluate.results import Evaluation
 
-    measured = run / "eval" / "eval.json"
-    if not measured.is_file():
-        raise RecipeError(f"no {measured}: `headtrain eval {run}` makes it")
-    out.print(table(Evaluation.from_dict(json.loads(measured.read_text(encoding="utf-8")))))
-    made = {"head": checkpoint_of(run), "curve": run / "metrics.jsonl", "figures": measured}
+    figures = run / "eval" / "eval.json"
+    if not figures.is_file():
+        raise RecipeError(f"no {figures}: `headtrain eval {run}` makes it")
+    try:
+        evaluation = Evaluation.from_dict(json.loads(figures.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecipeError(f"{figures} is no evaluation ({error}); `headtrain eval {run}` makes it again") from None
+    out.print(table(evaluation))
+    made = {"head": checkpoint_of(run), "curve": run / "metrics.jsonl", "figures": figures}
     made |= {"report": run / "eval" / "eval.html", "features": run / "features"}
     exports = [("export", path.parent) for path in sorted(run.glob("export*/config.json"))]
     for name, path in [*made.items(), *exports]:
@@ -302,6 +305,14 @@ def engines() -> None:
         out.print(f"{engine}: {row['notes']} Source: {row['source']}", markup=False)
 
 
+def measured(measure, *args, **settings):
+    """An evaluation; what it refuses (too long a chain, too long a prompt) is for the user to mend."""
+    try:
+        return measure(*args, **settings)
+    except ValueError as error:
+        raise RecipeError(f"evaluation: {error}") from None
+
+
 # -- shared by the verbs -----------------------------------------------------------------------------------------
 
 
@@ -313,9 +324,12 @@ def device() -> str:
 
 def checkpoint_of(run: Path) -> Path:
     """A run's best checkpoint, or the folder itself where it already holds a head."""
-    from .train.checkpoint import find
+    from .train.checkpoint import TRAINER_FILE, CheckpointError, damage, find
 
-    return find(run)
+    folder = find(run)
+    if (folder / TRAINER_FILE).is_file() and (what := damage(folder)):
+        raise CheckpointError(f"{folder} is damaged: {what}; take an earlier checkpoint, or train again")
+    return folder
 
 
 def recipe_of(run: Path) -> Recipe | None:
@@ -355,7 +369,7 @@ def main() -> None:
     expected = (RecipeError, DataError, StoreError, ExportError, MetadataError, TargetError, CheckpointError)
     try:
         app()
-    except expected as error:
+    except (*expected, OSError) as error:
         err.print(f"error: {error}", style="red", markup=False)
         sys.exit(2)
 

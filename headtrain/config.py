@@ -6,8 +6,9 @@ import contextlib
 import difflib
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -22,7 +23,7 @@ class RecipeError(ValueError):
 class Strict(BaseModel):
     """Base of every section: an unknown key is an error, never ignored."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
 
 class ExpectedShape(Strict):
@@ -90,11 +91,14 @@ class Stage(Strict):
     depth: int = Field(ge=1)
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class TrainSection(Strict):
     lr: float = Field(1e-3, gt=0)
     optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: matrices by Muon, the rest by AdamW")
     muon_lr: float = Field(1e-2, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup: float = Field(0.03, ge=0, description="fraction of the steps if below 1, else optimizer steps")
@@ -157,6 +161,13 @@ class Recipe(Strict):
     @property
     def features_dir(self) -> Path:
         return Path(self.features.dir) if self.features.dir else self.output_dir / "features"
+
+
+def check_depths(stages: Sequence[Stage], full: int) -> None:
+    """Raises RecipeError for a stage deeper than the head drafts."""
+    too_deep = [s.depth for s in stages if s.depth > full]
+    if too_deep:
+        raise RecipeError(f"train.depth_schedule: depth {max(too_deep)}, but the head drafts {full} deep")
 
 
 def digest(value: Any) -> str:
@@ -234,7 +245,7 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         raise RecipeError(f"no recipe at {path}" + (f"; did you mean recipes/{near[0]}?" if near else ""))
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: expected a mapping of sections, found {type(data).__name__}")

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from .capture import Rows, plan_rows
-from .config import Recipe
+from .config import Recipe, check_depths
 from .data.manifest import human
 from .data.quantize import bytes_per_token
 from .heads.base import DraftHead
@@ -84,6 +84,7 @@ def estimate(recipe: Recipe) -> Estimate:
     with torch.device("meta"):
         head = build_head(config, shape, None if size is None else torch.arange(size))
     wants = head.wants()
+    check_depths(recipe.train.depth_schedule, wants.depth)
     rows, tokens, supervised, counted, known = _data(recipe)
     train = recipe.train
     per_step = train.batch_tokens * train.accumulation

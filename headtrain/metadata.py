@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -102,6 +103,7 @@ class ExportPart(_Part):
     dtype: str
     method: str = ""
     probe: bool = False
+    files: dict[str, str] = Field(default_factory=dict, description="sha256 of the files beside headtrain.json")
 
 
 class Metadata(_Part):
@@ -133,6 +135,11 @@ class Metadata(_Part):
             return cls.model_validate(data)
         except ValueError as error:
             raise MetadataError(f"{path}: {error}") from None
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -86,7 +86,7 @@ def _table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> 
 
 def _acceptance(routes: dict[str, RouteAcceptance]) -> str:
     if not routes:
-        return "## Measured acceptance\n\nNot measured yet: `headtrain evaluate`.\n"
+        return "## Measured acceptance\n\nNot measured yet: `headtrain eval`.\n"
     depth = max(len(r.alpha) for r in routes.values())
     rows = []
     for route, r in routes.items():

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..config import TargetSection
 from ..metadata import FILE as METADATA_FILE
-from ..metadata import Metadata, TargetIdentity
+from ..metadata import Metadata, TargetIdentity, file_sha256
 from .engines import ExportError
 from .folder import CONFIG, read_json, verify_folder
 from .probe import FILE as PROBE_FILE
@@ -107,6 +107,11 @@ def _contents(folder: Path, result: CheckResult) -> Metadata | None:
     except ValueError as error:
         result.add("contents", "whole, as the training record says", str(error).removeprefix(f"{folder}: "), "mismatch")
         return Metadata.read(folder) if (folder / METADATA_FILE).exists() else None
+    recorded = verified.metadata.export.files if verified.metadata and verified.metadata.export else {}
+    changed = [n for n, sha in recorded.items() if not (folder / n).is_file() or file_sha256(folder / n) != sha]
+    if changed:
+        result.add("contents", "the files as they were exported", f"changed since: {', '.join(changed)}", "mismatch")
+        return verified.metadata
     result.add("contents", "whole", f"{len(verified.tensors)} tensors, {verified.kind} for {verified.dialect}", "ok")
     return verified.metadata
 
@@ -180,7 +185,7 @@ def _compare_weights(trained: TargetIdentity, found: TargetIdentity, same_form: 
         result.relation = (
             "a derivative of the trained target (fine-tune, LoRA or another quantisation): same sizes and tokenizer, "
             "other weights. Speculation stays lossless, but fewer drafts may be accepted: measure it with "
-            "`headtrain evaluate`, or train the head further on it"
+            "`headtrain eval`, or train the head further on it"
         )
     else:
         result.relation = "not the trained target: another model"

@@ -16,7 +16,7 @@ from ..heads.base import DraftHead, ExportSpec
 from ..heads.io import FILE as HEAD_FILE
 from ..heads.io import head_tensors, load_head, save_tensors
 from ..metadata import FILE as METADATA_FILE
-from ..metadata import ExportPart, Metadata, RouteAcceptance, write_json
+from ..metadata import ExportPart, Metadata, RouteAcceptance, file_sha256, write_json
 from ..types import TargetShape, TargetWeights
 from .card import write_card
 from .engines import ENGINES, NATIVE, Engine, ExportError, launch_command, resolve
@@ -94,14 +94,18 @@ def _write(
     def cast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {n: t.to(DTYPES[dtype]) if t.is_floating_point() else t for n, t in tensors.items()}
 
-    if row.dialect == NATIVE:
-        save_tensors(folder / HEAD_FILE, cast(head_tensors(head)))
+    def record() -> ExportSpec:
+        """headtrain.json last: it names what the other files hold."""
+        metadata.export.files = {p.name: file_sha256(p) for p in sorted(folder.iterdir())}
         metadata.write(folder)
         return spec
+
+    if row.dialect == NATIVE:
+        save_tensors(folder / HEAD_FILE, cast(head_tensors(head)))
+        return record()
     save_tensors(folder / WEIGHTS, cast(spec.tensors))
     write_json(folder / CONFIG, spec.config | {DTYPE_KEY: dtype})
-    metadata.write(folder)
-    return spec
+    return record()
 
 
 def _spec(head: DraftHead, row: Engine) -> ExportSpec:

@@ -35,4 +35,7 @@ def parse_head(section: dict[str, Any]) -> HeadConfig:
 
 def build_head(config: HeadConfig, shape: TargetShape, draft_ids: Tensor | None) -> DraftHead:
     """A fresh head; ``draft_ids`` as chosen by ``vocab.choose`` where ``uses_draft_vocab`` asks for one."""
-    return head_class(config.kind)(config, shape, draft_ids)
+    try:
+        return head_class(config.kind)(config, shape, draft_ids)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .. import vocab
-from ..metadata import DraftVocabPart, FeaturesPart, HeadPart, Metadata, TargetIdentity
+from ..metadata import DraftVocabPart, FeaturesPart, HeadPart, Metadata, MetadataError, TargetIdentity
 from .base import DraftHead
 from .catalog import build_head, parse_head
 
@@ -53,7 +53,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise MetadataError(f"{path} cannot be read: {error}") from None
 
 
 def head_tensors(head: DraftHead) -> dict[str, torch.Tensor]:
@@ -83,10 +83,12 @@ def load_head(folder: str | Path) -> tuple[DraftHead, Metadata]:
     draft_ids = tensors.pop(DRAFT_IDS, None)
     if metadata.draft_vocab.sha256 is not None:
         if draft_ids is None:
-            raise ValueError(f"{folder}: draft vocabulary of {metadata.draft_vocab.size} without its map `{DRAFT_IDS}`")
+            raise MetadataError(
+                f"{folder}: draft vocabulary of {metadata.draft_vocab.size} without its map `{DRAFT_IDS}`"
+            )
         vocab.validate(draft_ids, shape.vocab_size)
         if vocab.sha256(draft_ids) != metadata.draft_vocab.sha256:
-            raise ValueError(f"{folder}: the draft vocabulary in {FILE} is not the one that headtrain.json names")
+            raise MetadataError(f"{folder}: the draft vocabulary in {FILE} is not the one that headtrain.json names")
     head = build_head(parse_head(metadata.head.config), shape, draft_ids)
     load_strict(head, tensors, str(folder / FILE))
     return head, metadata
@@ -103,5 +105,5 @@ def load_strict(head: DraftHead, tensors: dict[str, torch.Tensor], where: str) -
         elif tensors[name].is_floating_point() and not bool(tensors[name].isfinite().all()):
             problems.append(f"{name}: non-finite values")
     if problems:
-        raise ValueError(f"{where}: " + "; ".join(sorted(problems)))
+        raise MetadataError(f"{where}: " + "; ".join(sorted(problems)))
     head.load_state_dict(tensors)

@@ -20,11 +20,16 @@ from ..config import RecipeError, load_recipe
 from ..data import DataError
 from ..data.manifest import StoreError
 from ..estimate import plan_lines
+from ..metadata import MetadataError
 from ..target.shape import TargetError
 from .backend import Backend
 from .checkpoint import CheckpointError
 from .setup import prepare_run
 from .trainer import TrainError, summary, train
+
+EXPECTED = (
+    RecipeError, DataError, TargetError, StoreError, CheckpointError, TrainError, MetadataError, OSError,
+)  # fmt: skip
 
 
 def follow_launcher() -> None:
@@ -57,7 +62,16 @@ def main(
         backend = Backend(of.train.precision, of.train.trackers, of.output_dir)
         console.quiet = not backend.main
         result = train(of, prepare_run(of, backend, console), backend, fresh)
-    except (RecipeError, DataError, TargetError, StoreError, CheckpointError, TrainError) as error:
+    except (
+        RecipeError,
+        DataError,
+        TargetError,
+        StoreError,
+        CheckpointError,
+        TrainError,
+        MetadataError,
+        OSError,
+    ) as error:
         console.print(f"error: {error}", style="red", markup=False)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import vocab
 from ..capture import Rows, capture, count_tokens, head_wants, plan_rows
-from ..config import Recipe, RecipeError
+from ..config import Recipe, RecipeError, check_depths
 from ..data.chat import rows_digest
 from ..data.loader import Loader, OnlineSource
 from ..data.manifest import MANIFEST, Manifest, StoreError
@@ -27,7 +27,7 @@ from ..target.model import Target
 from ..types import Batch, Features, TargetShape, TargetWeights, Wants
 from . import checkpoint
 from .backend import Backend
-from .trainer import Setup, check_depths
+from .trainer import Setup
 
 
 def prepare_run(recipe: Recipe, backend: Backend, console: Console) -> Setup:

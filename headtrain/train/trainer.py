@@ -26,7 +26,7 @@ import torch
 import yaml
 
 from .. import vocab
-from ..config import Recipe, RecipeError, Stage, TrainSection, digest
+from ..config import Recipe, RecipeError, Stage, TrainSection, check_depths, digest
 from ..heads.base import DraftHead
 from ..heads.io import head_metadata
 from ..metadata import TargetIdentity, TrainingPart
@@ -257,12 +257,6 @@ def depth_at(stages: Sequence[Stage], step: int, total: int, full: int) -> int:
         if step <= round(gone * total):
             return stage.depth
     return stages[-1].depth if stages else full
-
-
-def check_depths(stages: Sequence[Stage], full: int) -> None:
-    too_deep = [s.depth for s in stages if s.depth > full]
-    if too_deep:
-        raise RecipeError(f"train.depth_schedule: depth {max(too_deep)}, but the head drafts {full} deep")
 
 
 def micro_seed(seed: int, index: int) -> int:

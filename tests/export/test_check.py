@@ -177,3 +177,24 @@ def test_probe_holds_what_the_target_computes(exports, tiny_folder):
     torch.testing.assert_close(probe["final"], states.hidden_states[-1][0], atol=1e-5, rtol=1e-5)
     assert torch.equal(probe["argmax"], states.logits[0].argmax(-1))
     assert "layers" not in read_probe(exports["medusa"])  # reads the final feature alone
+
+
+def test_a_file_changed_since_the_export_is_a_mismatch(tmp_path, tiny_folder):
+    """A flipped byte that stays finite: shapes, names and ranges all still fit."""
+    from headtrain.config import TargetSection
+    from headtrain.export.core import export_head
+    from headtrain.heads.catalog import build_head, parse_head
+    from headtrain.heads.io import head_metadata, save_head
+    from headtrain.target.load import load_target
+
+    target = load_target(TargetSection(path=str(tiny_folder)))
+    head = build_head(parse_head({"kind": "eagle3", "draft_vocab_size": 64}), target.shape, torch.arange(64) * 3)
+    save_head(tmp_path / "head", head, head_metadata(head, target.identity))
+    out = export_head(tmp_path / "head", "vllm", tmp_path / "out")
+    assert check(out, str(tiny_folder), probe=False).exit_code == 0
+    data = bytearray((out / "model.safetensors").read_bytes())
+    data[-500] ^= 1
+    (out / "model.safetensors").write_bytes(data)
+    result = check(out, str(tiny_folder), probe=False)
+    assert result.exit_code == 1
+    assert any("model.safetensors" in str(row.found) for row in result.rows if row.verdict == "mismatch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -82,8 +83,10 @@ def test_sigterm_saves_and_exits_with_0(tmp_path, backend):
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 9])
-def test_sigint_at_any_micro_batch(tmp_path, backend, at):
+def test_sigint_at_any_micro_batch(tmp_path, backend, at, request):
     """Ctrl-C during micro-batch ``at``: only whole optimizer steps count, and the rest is the same."""
+    request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with it ignored
     recipe = toyhead.recipe(tmp_path / "part", {"noise": 0.1}, **SIGNAL)
     run = toyhead.setup(recipe, backend)
     good, calls = run.head.loss, []
