@@ -11,7 +11,6 @@ No random-generator state is kept: the trainer seeds every micro-batch from (see
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from ..config import Recipe
 from ..heads.base import DraftHead
 from ..heads.io import FILE as HEAD_FILE
 from ..heads.io import load_strict, read_tensors, save_head, save_tensors
-from ..metadata import Metadata, write_json
+from ..metadata import Metadata, file_sha256, write_json
 
 OPTIMIZER_FILE, TRAINER_FILE, BEST_FILE = "optimizer.safetensors", "trainer.json", "best.json"
 FORMAT = 1
@@ -137,7 +136,7 @@ def save(
             save_head(temporary, head, metadata)
             if optimizer:
                 save_tensors(temporary / OPTIMIZER_FILE, optimizer)
-            files = {p.name: sha256(p) for p in sorted(temporary.iterdir())}
+            files = {p.name: file_sha256(p) for p in sorted(temporary.iterdir())}
             trainer = {"format": FORMAT, "progress": vars(progress), "files": files, "made_from": origin}
             write_json(temporary / TRAINER_FILE, trainer)
             _fsync_folder(temporary)
@@ -222,7 +221,7 @@ def damage(folder: Path) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        found = sha256(path)
+        found = file_sha256(path)
         if found != expected:
             return f"{name} has sha256 {found[:12]}..., {TRAINER_FILE} says {expected[:12]}..."
     return None
@@ -238,11 +237,6 @@ def _trainer(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
     raise CheckpointError(f"{path}: format {found!r} with keys {sorted(data)}, this headtrain reads format {FORMAT}")
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync_folder(folder: Path) -> None:
