@@ -74,6 +74,12 @@ class DraftHead(nn.Module, ABC):
     def draft_vocab_size(self) -> int:
         return self.shape.vocab_size if self.draft_ids is None else self.draft_ids.numel()
 
+    @property
+    def max_depth(self) -> int | None:
+        """The most tokens that a session of this head can draft in a row; None: any number (a recursive head can be
+        unrolled further than it was trained, at falling acceptance)."""
+        return None
+
     @classmethod
     def uses_draft_vocab(cls, config: HeadConfig, shape: TargetShape) -> int | None:
         """The size of the reduced draft vocabulary that this configuration asks for, or None."""

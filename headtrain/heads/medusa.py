@@ -74,6 +74,10 @@ class Medusa(DraftHead):
         if draft_ids is not None:
             self.to_draft = vocab.inverse(draft_ids, shape.vocab_size)
 
+    @property
+    def max_depth(self) -> int:
+        return self.config.num_heads  # a head a depth: there is nothing to unroll
+
     @classmethod
     def uses_draft_vocab(cls, config: MedusaConfig, shape: TargetShape) -> int | None:
         size = config.draft_vocab_size
