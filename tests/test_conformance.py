@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -14,6 +15,7 @@ from headtrain.export.engines import ENGINES, ExportError, serves
 from headtrain.export.folder import verify_folder
 from headtrain.heads.catalog import HEADS, build_head, parse_head
 from headtrain.heads.io import head_metadata, head_tensors, load_head, save_head
+from headtrain.shift import pair_mask
 from headtrain.target.load import load_target
 from headtrain.types import Batch, Row
 
@@ -148,6 +150,34 @@ def test_rows_of_any_packing_give_the_same_sums(head, target):
     assert torch.equal(together.pairs, total.pairs) and torch.equal(together.hits, total.hits)
     # fp32 sums in another order
     torch.testing.assert_close(together.total, total.total, rtol=1e-5, atol=0)
+
+
+@torch.no_grad()
+def test_chain_hits_are_those_of_a_session_at_every_position(head, target):
+    """Half of the text is what the head itself drafts, so that there are hits at every depth to lose."""
+    depth, rows = head.wants().depth, tiny.rows((21, 9, 26))
+    for copies in range(3):  # a changed token changes later features: the last round counts
+        batch = Batch.pack(rows)
+        everywhere = dataclasses.replace(head.wants(), final="all")
+        features, pairs = target.features(batch, everywhere), pair_mask(batch, depth)
+        expected = torch.zeros_like(pairs)
+        for d in range(len(rows)):
+            a, b = batch.cu[d : d + 2].tolist()
+            session = head.session(64)
+            for i in range(a, b - 1):
+                logits = session.extend(batch.ids[i + 1 : i + 2], features.layers[i : i + 1], features.final[i : i + 1])
+                for k in range(1, depth + 1):
+                    if not pairs[k - 1, i]:
+                        break
+                    if k > 1:
+                        logits = session.expand(torch.tensor([k - 3]), batch.ids[i + k : i + k + 1])[0]
+                    best = int(logits.argmax())
+                    token = best if head.draft_ids is None else int(head.draft_ids[best])
+                    expected[k - 1, i] = token == batch.ids[i + 1 + k]
+                    if copies < 2 and i % (depth + 2) == 0:
+                        rows[d].ids[i + 1 + k - a] = batch.ids[i + 1 + k] = token
+    assert torch.equal(head.chain_hits(batch, features, depth), expected)
+    assert all(0 < expected[k].sum() < pairs[k].sum() for k in range(depth))
 
 
 def test_a_sequence_longer_than_the_session_is_an_error_or_fits(head, target):

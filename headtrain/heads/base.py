@@ -6,6 +6,7 @@ Capture, store, trainer, decoder and exporter know a head only through this file
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Strict
+from ..losses import CHUNK_LOGITS
+from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
 
@@ -102,6 +105,14 @@ class DraftHead(nn.Module, ABC):
         a finite zero with zero gradients."""
 
     @abstractmethod
+    def chain_hits(self, batch: Batch, features: Features, depth: int) -> Tensor:
+        """[depth, T] bool: whether the greedy draft of depth k from position i is the text's own token i+1+k, when
+        every shallower draft was fed from the text; False where ``shift.pair_mask`` has no pair. Until its first miss
+        a chain feeds exactly the text's tokens, so on the target's own greedy text this answers what a session would
+        draft at every position, in one pass. Without gradient; no [positions, vocabulary] tensor beyond a chunk.
+        Raises ValueError for a depth beyond ``max_depth``."""
+
+    @abstractmethod
     def flops(self, batch: Batch, depth: int) -> float:
         """Floating-point operations (a multiply-add is two) of the matrix products that one training step of
         ``batch`` cannot avoid, forward and backward; what is recomputed to save memory is not counted."""
@@ -142,3 +153,28 @@ class DraftHead(nn.Module, ABC):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+
+@torch.no_grad()
+def text_hits(
+    batch: Batch,
+    start: Tensor,
+    hidden: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    draft_ids: Tensor | None,
+    depth: int,
+) -> Tensor:
+    """``DraftHead.chain_hits`` from the states that the lm_head reads: hidden[s] [n, H] of depth s+1 for the first n of
+    the supervised positions ``start``; weights: one lm_head [Vd, H], or one for each depth."""
+    pairs = pair_mask(batch, depth)
+    hits = torch.zeros_like(pairs)
+    for s, states in enumerate(hidden[:depth]):
+        counts = pairs[s, start[: states.shape[0]]]
+        at, states = start[: states.shape[0]][counts], states[counts]
+        weight = weights[s if len(weights) > 1 else 0]
+        chunk = max(16, CHUNK_LOGITS // weight.shape[0])
+        for rows, chosen in zip(at.split(chunk), states.split(chunk), strict=True):
+            best = torch.nn.functional.linear(chosen, weight).argmax(-1)
+            tokens = best if draft_ids is None else draft_ids[best]
+            hits[s, rows] = tokens == batch.ids[rows + 2 + s]
+    return hits

@@ -24,7 +24,7 @@ from ..losses import SoftTargets, align, align_pairs, vocab_loss, zero_sums
 from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
-from .base import DraftHead, ExportSpec, HeadConfig, Session
+from .base import DraftHead, ExportSpec, HeadConfig, Session, text_hits
 
 
 class Eagle3Config(HeadConfig):
@@ -225,6 +225,12 @@ class Eagle3(DraftHead):
             if self.config.norm_output:
                 g = final
         return out
+
+    @torch.no_grad()
+    def chain_hits(self, batch: Batch, features: Features, depth: int) -> Tensor:
+        start = pair_mask(batch, 1)[0].nonzero().squeeze(1)
+        hidden = self._unroll(batch, features, start, depth)
+        return text_hits(batch, start, hidden, [self.lm_head.weight], self.draft_ids, depth)
 
     def flops(self, batch: Batch, depth: int) -> float:
         pairs, shape = pair_mask(batch, depth), self.shape

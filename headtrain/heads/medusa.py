@@ -17,7 +17,7 @@ from ..losses import HardTargets, SoftTargets, align, align_pairs, vocab_loss, z
 from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
-from .base import DraftHead, ExportSpec, HeadConfig, Session
+from .base import DraftHead, ExportSpec, HeadConfig, Session, text_hits
 
 ARCHITECTURE = "MedusaModel"
 
@@ -127,6 +127,16 @@ class Medusa(DraftHead):
         weight = self.config.depth_decay ** torch.arange(1, depth + 1, dtype=torch.float32)
         lm_heads = self._lm_heads()
         return vocab_loss(hidden, lm_heads[:depth], targets, align_pairs(pairs, start), weight)
+
+    @torch.no_grad()
+    def chain_hits(self, batch: Batch, features: Features, depth: int) -> Tensor:
+        if depth > self.max_depth:
+            raise ValueError(f"depth {depth}, but there are {self.max_depth} heads")
+        start = pair_mask(batch, 1)[0].nonzero().squeeze(1)
+        parameter = self.blocks[0].layers[0].weight
+        final = features.final[torch.searchsorted(features.final_at, start)].to(parameter.dtype)
+        hidden = [block(final) for block in self.blocks[:depth]]
+        return text_hits(batch, start, hidden, self._lm_heads(), self.draft_ids, depth)
 
     def flops(self, batch: Batch, depth: int) -> float:
         pairs, size = pair_mask(batch, depth), self.shape.hidden_size
