@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .divergences import MEANING, LossName, SoftRows, hard_loss_, soft_loss_
 from .teacher import Teacher
 from .types import LossSums
 
@@ -73,18 +74,19 @@ def align_pairs(pairs: Tensor, start: Tensor) -> Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """forward(hidden [S, N, H], pairs [S, N], depth_weight [S], targets, *weights): one weight [Vd, H] shared by
-    all depths, or one for each. Returns total, loss sums [S], hits [S, N] bool, acceptance sums [S]."""
+    """forward(hidden [S, N, H], pairs [S, N], depth_weight [S], targets, name of the loss, want_accept, *weights):
+    one weight [Vd, H] shared by all depths, or one for each. Returns total, loss sums [S], hits [S, N] bool,
+    acceptance sums [S]."""
 
     @staticmethod
-    def forward(ctx, hidden, pairs, depth_weight, targets, want_accept, *weights):
+    def forward(ctx, hidden, pairs, depth_weight, targets, name, want_accept, *weights):
         depths, rows, size = hidden.shape
         device_type = hidden.device.type
         autocast = torch.is_autocast_enabled(device_type)
         compute = torch.get_autocast_dtype(device_type) if autocast else hidden.dtype
         with torch.autocast(device_type, enabled=False):
             cast = [w.to(compute) for w in weights]
-            need_h, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
+            need_h, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6:])
             d_hidden = torch.zeros_like(hidden) if need_h else None
             d_weights = [torch.zeros_like(w, dtype=torch.float32) for w in weights] if need_w else []
             hits = torch.zeros(depths, rows, dtype=torch.bool, device=hidden.device)
@@ -96,39 +98,28 @@ class _Fused(torch.autograd.Function):
             groups = [(0, depths)] if len(weights) == 1 else [(s, s + 1) for s in range(depths)]
             for begin in range(0, rows, chunk):
                 span = slice(begin, min(begin + chunk, rows))
-                p = full = None
+                soft = None
                 if not targets.hard:
-                    raw = targets.teacher.logits(targets.final[span])
-                    p = torch.softmax(raw, -1)
-                    if want_accept:  # the same rows of the whole vocabulary's distribution: p * mass
-                        full = raw.sub_(targets.lse[span].unsqueeze(-1)).exp_()
+                    final, lse = targets.final[span], targets.lse[span]
+                    soft = SoftRows.of(targets.teacher, final, lse, name, want_accept)
                 for (first, last), w, index in zip(groups, cast, range(len(cast)), strict=True):
                     h = hidden[first:last, span].reshape(-1, size).to(compute)
                     z = (h @ w.t()).float().unflatten(0, (last - first, -1))
                     top, best = z.max(-1)
                     hits[first:last, span] = best == targets.greedy[span]
-                    if targets.hard:
-                        label = targets.labels[span].clamp(min=0).expand(last - first, -1).unsqueeze(-1)
-                        score = z.gather(-1, label).squeeze(-1)
+                    if soft is None:
+                        label = targets.labels[span].clamp(min=0).expand(last - first, -1)
+                        value, kept = hard_loss_(z, top, best, label, need_h or need_w), None
                     else:
-                        score = torch.linalg.vecdot(z, p.expand_as(z))
-                    q = torch.softmax(z, -1, out=z)
-                    # log-sum-exp from the softmax itself: max q = exp(max z - lse)
-                    lse = top - q.gather(-1, best.unsqueeze(-1)).squeeze(-1).log()
+                        value, kept = soft_loss_(name, z, top, best, soft, need_h or need_w)
                     weight = row_weight[first:last, span]
-                    loss[first:last] += ((lse - score) * weight).double().sum(-1)
-                    if full is not None:
-                        # sum min(p, q) over the draft vocabulary is the sum over the whole: q is zero elsewhere
-                        smaller = torch.minimum(full.expand_as(q), q).sum(-1)
-                        accept[first:last] += (smaller * pairs[first:last, span]).double().sum(-1)
+                    loss[first:last] += (value * weight).double().sum(-1)
+                    if kept is not None:
+                        accept[first:last] += (kept * pairs[first:last, span]).double().sum(-1)
                     if not (need_h or need_w):
                         continue
                     scale = (weight * depth_weight[first:last, None]).unsqueeze(-1)
-                    if targets.hard:
-                        q.scatter_add_(-1, label, torch.full_like(label, -1, dtype=q.dtype))
-                    else:
-                        q -= p
-                    g = q.mul_(scale).flatten(0, 1).to(compute)
+                    g = z.mul_(scale).flatten(0, 1).to(compute)
                     if need_h:
                         d_hidden[first:last, span] = (g @ w).unflatten(0, (last - first, -1)).to(hidden.dtype)
                     if need_w:
@@ -148,7 +139,7 @@ class _Fused(torch.autograd.Function):
         d_hidden, *d_weights = ctx.saved_tensors
         out_h = None if d_hidden is None else d_hidden * grad_total.to(d_hidden.dtype)
         out_w = [d * grad_total.to(d.dtype) for d in d_weights] or [None] * ctx.weights
-        return out_h, None, None, None, None, *out_w
+        return out_h, None, None, None, None, None, *out_w
 
 
 def vocab_loss(
@@ -158,18 +149,24 @@ def vocab_loss(
     pairs: Tensor,
     depth_weight: Tensor,
     want_accept: bool = True,
+    loss: LossName = "kl",
 ) -> LossSums:
-    """Cross entropy of drafts against the target, with greedy and expected acceptance.
+    """Loss of drafts against the target, with greedy and expected acceptance.
 
     hidden [S, N, H] and pairs [S, N] bool in teacher-row layout (see the module's text); weights: one lm_head
     [Vd, H] for all depths, or S of them; depth_weight [S]. With SoftTargets the labels are the target's distribution
-    over the draft vocabulary, renormalised (EAGLE-3); with HardTargets the token that followed (Medusa-1). ``accept``
-    is NaN where the target's distribution was not computed (hard labels, or ``want_accept`` false).
+    over the draft vocabulary (EAGLE-3) and ``loss`` is one of ``divergences``; with HardTargets the label is the token
+    that followed (Medusa-1) and the loss is cross entropy: ValueError for any other. ``accept`` is NaN where it was
+    not asked for, or the target's distribution is not known (hard labels).
     """
+    if loss not in MEANING:
+        raise ValueError(f"no loss named {loss!r}; known: {', '.join(MEANING)}")
+    if targets.hard and loss != "kl":
+        raise ValueError(f"loss {loss!r} needs the target's distribution, but the labels are hard: use soft ones, or kl")
     depths, rows, _ = hidden.shape
     depth_weight = depth_weight.to(hidden.device, torch.float32)
     want_accept = want_accept and not targets.hard
-    total, loss, hits, accept = _Fused.apply(hidden, pairs, depth_weight, targets, want_accept, *weights)
+    total, sums, hits, accept = _Fused.apply(hidden, pairs, depth_weight, targets, loss, want_accept, *weights)
     with torch.no_grad():
         if not want_accept:
             accept = torch.full_like(accept, float("nan"))
@@ -190,7 +187,7 @@ def vocab_loss(
     return LossSums(
         total=total,
         count=count.float(),
-        loss=loss.detach(),
+        loss=sums.detach(),
         loss_count=trained.float(),
         hits=return_hits.float(),
         accept=accept.detach(),

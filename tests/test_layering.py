@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent / "headtrain"
 # a module may import its own layer and lower ones; in a layer of packages, only itself
 LAYERS = [
     {"types", "config", "metadata"},
-    {"few_rows", "losses", "layers", "attention", "vocab", "teacher", "shift"},
+    {"few_rows", "losses", "divergences", "layers", "attention", "vocab", "teacher", "shift"},
     {"heads", "target", "data"},
     {"capture", "estimate", "export", "decode"},
     {"train", "evaluate"},
