@@ -1,0 +1,160 @@
+"""What speculation gains, from acceptance and costs alone (Leviathan et al., arXiv 2211.17192, theorem 3.8).
+
+Words. alpha_j: P(drafted token j accepted | those before it were). tau: tokens a round, the target's own included.
+c: cost of one draft step / cost of one plain target step. verify(n): cost of a target forward of n tokens / cost of a
+plain one; 1 where the forward is bound by reading the weights. A round of k drafted tokens then costs k*c + verify(k+1)
+plain steps, and the speed-up is tau divided by that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def require(value: float, name: str, low: float = 0.0, above: bool = False) -> float:
+    """``value`` if it is finite and at least ``low`` (``above``: larger than it). Raises ValueError with the name."""
+    if not math.isfinite(value) or value < low or (above and value == low):
+        raise ValueError(f"{name} {value!r}: expected a finite number {'above' if above else 'of at least'} {low:g}")
+    return value
+
+
+def _check_alphas(alphas: Sequence[float]) -> None:
+    if not alphas:
+        raise ValueError("no alphas: expected one acceptance rate for each drafted token")
+    for j, alpha in enumerate(alphas, 1):
+        if not 0 <= alpha <= 1:  # NaN fails too
+            raise ValueError(f"alpha_{j} {alpha!r}: expected a probability, 0 to 1")
+
+
+def tokens_per_round(alphas: Sequence[float]) -> float:
+    """tau = 1 + sum over k of alpha_1 * ... * alpha_k, for conditional acceptances."""
+    _check_alphas(alphas)
+    return 1 + sum(itertools.accumulate(alphas, lambda a, b: a * b))
+
+
+def iid_tokens_per_round(alpha: float, k: int) -> float:
+    """Closed form for the same alpha at every depth: (1 - alpha^(k+1)) / (1 - alpha); k + 1 at alpha 1."""
+    _check_alphas([alpha])
+    require(k, "k", 1)
+    return k + 1.0 if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
+
+
+def alphas_to(alphas: Sequence[float], k: int, hold_last: bool = False) -> list[float]:
+    """The first k alphas. Beyond the measured depths raises ValueError, or with ``hold_last`` repeats the deepest one
+    (usually too hopeful: acceptance falls with depth)."""
+    _check_alphas(alphas)
+    require(k, "k", 1)
+    if k > len(alphas) and not hold_last:
+        raise ValueError(
+            f"k {k}, but acceptance was measured to depth {len(alphas)}: draft at most {len(alphas)}, measure deeper, "
+            "or hold the last alpha (--hold-last)"
+        )
+    return [*alphas[:k], *[alphas[-1]] * (k - len(alphas))]
+
+
+@dataclass(frozen=True)
+class VerifyCost:
+    """verify(n) as measured: (n, T_target(n) / T_target(1)) for some n; straight lines in between. Nothing measured:
+    a forward of any n costs one plain step."""
+
+    measured: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        points = dict(self.measured)
+        if len(points) != len(self.measured):
+            raise ValueError(f"verify cost {self.measured}: a number of tokens is given twice")
+        for n, ratio in self.measured:
+            require(n, "verify cost: tokens", 1)
+            require(ratio, f"verify cost of {n} tokens", above=True)
+        if self.measured:
+            points.setdefault(1, 1.0)
+            object.__setattr__(self, "measured", tuple(sorted(points.items())))
+
+    @classmethod
+    def parse(cls, text: str) -> VerifyCost:
+        """``"6:1.3,16:2"``: 6 tokens cost 1.3 plain steps, 16 cost 2. Raises ValueError."""
+        try:
+            pairs = [part.split(":") for part in text.split(",")]
+            points = tuple((int(n), float(ratio)) for n, ratio in pairs)
+        except ValueError:
+            raise ValueError(f"verify cost {text!r}: expected tokens:cost pairs, for example 6:1.3,16:2") from None
+        return cls(points)
+
+    def at(self, n: int) -> float:
+        """Raises ValueError beyond the largest n that was measured."""
+        if not self.measured:
+            return 1.0
+        sizes = [size for size, _ in self.measured]
+        if n > sizes[-1]:
+            raise ValueError(f"the verify cost was measured to {sizes[-1]} tokens, {n} are needed: measure further")
+        i = bisect_left(sizes, n)
+        (n1, r1) = self.measured[i]
+        if n1 == n:
+            return r1
+        (n0, r0) = self.measured[i - 1]
+        return r0 + (r1 - r0) * (n - n0) / (n1 - n0)
+
+
+FLAT = VerifyCost()
+
+
+@dataclass(frozen=True)
+class ChainPoint:
+    """One k of a curve. cost: of a round, in plain steps. extrapolated: k lies beyond the measured depths."""
+
+    k: int
+    tau: float
+    cost: float
+    speedup: float
+    extrapolated: bool = False
+
+
+def chain_point(alphas: Sequence[float], k: int, c: float, verify: VerifyCost = FLAT, hold_last: bool = False):
+    """The ChainPoint of k drafted tokens. Raises ValueError for alphas outside 0..1, k < 1, c < 0, and beyond what was
+    measured (see ``alphas_to``, ``VerifyCost.at``)."""
+    require(c, "cost ratio")
+    tau = tokens_per_round(alphas_to(alphas, k, hold_last))
+    cost = k * c + verify.at(k + 1)
+    return ChainPoint(k, tau, cost, tau / cost, k > len(alphas))
+
+
+def curve(
+    alphas: Sequence[float], c: float, verify: VerifyCost = FLAT, k_max: int | None = None, hold_last: bool = False
+) -> list[ChainPoint]:
+    """k = 1 .. k_max (None: the measured depths)."""
+    _check_alphas(alphas)
+    last = len(alphas) if k_max is None else k_max
+    alphas_to(alphas, last, hold_last)  # names the deepest k that was asked for
+    return [chain_point(alphas, k, c, verify, hold_last) for k in range(1, last + 1)]
+
+
+def best(points: Sequence[ChainPoint]) -> ChainPoint | None:
+    """The fastest, the smaller k among equals; None where every k is slower than no speculation (or just as fast)."""
+    top = max(points, key=lambda p: (p.speedup, -p.k), default=None)
+    return top if top is not None and top.speedup > 1 else None
+
+
+def tree_speedup(tau: float, verify: float, draft: float) -> float:
+    """tau * T(1) / (T_verify(N) + T_draft), both times in plain steps. Raises ValueError for tau < 1, costs that are
+    not finite and positive (draft may be 0)."""
+    require(tau, "tau", 1)
+    return tau / (require(verify, "verification", above=True) + require(draft, "drafting"))
+
+
+def verify_break_even(tau: float, draft: float) -> float:
+    """The cost of a verification, in plain steps, above which a round of ``tau`` tokens loses: tau - draft."""
+    return require(tau, "tau", 1) - require(draft, "drafting")
+
+
+def without_nan(value: Any) -> Any:
+    """Nested dicts and lists for JSON, which has no NaN or infinity: those become None."""
+    if isinstance(value, dict):
+        return {k: without_nan(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
