@@ -38,7 +38,7 @@ LossName = Literal["kl", "reverse_kl", "tv", "lk", "nla"]
 MEANING: dict[LossName, str] = {
     "kl": "soft cross entropy, KL(target || draft) up to a constant",
     "reverse_kl": "KL(draft || target)",
-    "tv": "total variation, 1 - acceptance; weak gradients until the draft overlaps the target",
+    "tv": "total variation, 1 - acceptance (weak gradients until the draft overlaps the target)",
     "lk": "w*KL + (1-w)*TV with w = exp(-3 * acceptance), position by position",
     "nla": "-log(acceptance)",
 }

@@ -162,7 +162,7 @@ def vocab_loss(
     if loss not in MEANING:
         raise ValueError(f"no loss named {loss!r}; known: {', '.join(MEANING)}")
     if targets.hard and loss != "kl":
-        raise ValueError(f"loss {loss!r} needs the target's distribution, but the labels are hard: use soft ones, or kl")
+        raise ValueError(f"loss {loss!r} needs the target's distribution, the labels are hard; use soft ones, or kl")
     depths, rows, _ = hidden.shape
     depth_weight = depth_weight.to(hidden.device, torch.float32)
     want_accept = want_accept and not targets.hard

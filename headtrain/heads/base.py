@@ -8,12 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from ..config import Strict
+from ..divergences import MEANING, LossName
 from ..losses import CHUNK_LOGITS
 from ..shift import pair_mask
 from ..teacher import Teacher
@@ -24,6 +26,10 @@ class HeadConfig(Strict):
     """Base of each head's own section of the recipe. ``kind`` selects the head."""
 
     kind: str
+
+
+# the type of the field ``loss`` in every head that learns from the target's distribution
+SoftLoss = Annotated[LossName, Field(description="; ".join(f"{name}: {text}" for name, text in MEANING.items()))]
 
 
 @dataclass

@@ -24,7 +24,7 @@ from ..losses import SoftTargets, align, align_pairs, vocab_loss, zero_sums
 from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
-from .base import DraftHead, ExportSpec, HeadConfig, Session, text_hits
+from .base import DraftHead, ExportSpec, HeadConfig, Session, SoftLoss, text_hits
 
 
 class Eagle3Config(HeadConfig):
@@ -34,6 +34,7 @@ class Eagle3Config(HeadConfig):
     draft_vocab_size: int | None = Field(32000, ge=1, description="null: the target's whole vocabulary")
     intermediate_size: int | None = Field(None, description="default: the target's")
     depth_decay: float = Field(0.8, gt=0, le=1, description="weight of step s is depth_decay^s")
+    loss: SoftLoss = "kl"
     fc_norm: bool = Field(False, description="EAGLE-3.1: an RMSNorm for each feature before fc")
     norm_before_fc: bool = Field(False, description="one RMSNorm over the concatenated features before fc")
     norm_output: bool = Field(False, description="EAGLE-3.1: the normed output is fed to the next step")
@@ -187,7 +188,9 @@ class Eagle3(DraftHead):
             lse=features.lse[where],
         )
         weight = self.config.depth_decay ** torch.arange(depth, dtype=torch.float32)
-        return vocab_loss(hidden, [self.lm_head.weight], targets, align_pairs(pairs, start), weight)
+        return vocab_loss(
+            hidden, [self.lm_head.weight], targets, align_pairs(pairs, start), weight, loss=self.config.loss
+        )
 
     def _unroll(self, batch: Batch, features: Features, start: Tensor, depth: int) -> list[Tensor]:
         """hidden[s] [N - s, H]: the normed output of step s for the first N - s supervised positions. (The last s

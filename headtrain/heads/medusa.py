@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from .. import vocab
@@ -17,7 +17,7 @@ from ..losses import HardTargets, SoftTargets, align, align_pairs, vocab_loss, z
 from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
-from .base import DraftHead, ExportSpec, HeadConfig, Session, text_hits
+from .base import DraftHead, ExportSpec, HeadConfig, Session, SoftLoss, text_hits
 
 ARCHITECTURE = "MedusaModel"
 
@@ -28,8 +28,18 @@ class MedusaConfig(HeadConfig):
     num_layers: int = Field(1, ge=1, description="residual blocks in a head")
     own_lm_head: bool = Field(True, description="a linear to the vocabulary for each head; false: the target's lm_head")
     labels: Literal["hard", "soft"] = Field("hard", description="hard: the token that followed; soft: the target's p")
+    loss: SoftLoss = "kl"
     depth_decay: float = Field(0.8, gt=0, le=1, description="head k is weighted depth_decay^k")
     draft_vocab_size: int | None = Field(None, ge=1, description="reduced vocabulary of the own lm_heads")
+
+    @model_validator(mode="after")
+    def _hard_labels_have_one_loss(self) -> MedusaConfig:
+        if self.labels == "hard" and self.loss != "kl":
+            raise ValueError(
+                f"loss={self.loss} needs the target's distribution, but labels=hard trains on the token that followed; "
+                "set head.labels=soft, or head.loss=kl (cross entropy)"
+            )
+        return self
 
 
 class _Block(nn.Module):
@@ -126,7 +136,7 @@ class Medusa(DraftHead):
             targets = SoftTargets(features.final[where], restricted, greedy, features.lse[where])
         weight = self.config.depth_decay ** torch.arange(1, depth + 1, dtype=torch.float32)
         lm_heads = self._lm_heads()
-        return vocab_loss(hidden, lm_heads[:depth], targets, align_pairs(pairs, start), weight)
+        return vocab_loss(hidden, lm_heads[:depth], targets, align_pairs(pairs, start), weight, loss=self.config.loss)
 
     @torch.no_grad()
     def chain_hits(self, batch: Batch, features: Features, depth: int) -> Tensor:
