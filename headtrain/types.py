@@ -205,8 +205,16 @@ class TargetWeights:
 
 @dataclass
 class Proposal:
-    """A drafted chain: tokens [k] in the target's vocabulary and, where sampled, the distribution that each was
-    drawn from, q [k, V] float32 (None at temperature 0: the draft is deterministic)."""
+    """A drafted tree: n nodes, each one token below its parent or below the root (the newest token of the text).
+
+    tokens [n] int64, in the target's vocabulary. parents: for each node the number of an earlier node, -1 for the
+    root; None: a chain, every node below the one before. q: where the tokens were drawn at random, the distributions
+    [r, V] float32 that they were drawn from, and ``rows`` for each node its row there (None: row j for node j);
+    siblings share a row and were drawn from it one after the other without replacement, in the order of their
+    numbers. q None: the tokens were not drawn (greedy drafts, copies), so that q is one on each.
+    """
 
     tokens: Tensor
     q: Tensor | None = None
+    parents: list[int] | None = None
+    rows: list[int] | None = None

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..types import Proposal, TargetShape
 from .drafters import Drafter, Sampling
+from .tree import ancestors, offered
 from .verify import sample, top_two, verify_greedy, verify_sampled, warp
 
 PREFILL_CHUNK = 1024  # prompt tokens of one forward, so that a long prompt makes no [prompt, V] logits
@@ -40,21 +41,34 @@ class StepTarget(Protocol):
 
     def new_cache(self) -> Any: ...
 
-    def crop(self, cache: Any, length: int) -> None: ...
+    def keep(self, cache: Any, length: int, rows: Sequence[int]) -> None:
+        """Of the tokens fed since the cache held ``length``, keep those numbered ``rows`` and forget the others."""
 
-    def step(self, ids: Tensor, cache: Any, layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor, Tensor]:
-        """ids [1, n] after the cached ones -> logits [n, V] float32, layers [n, L, H], post-norm final [n, H]."""
+    def step(
+        self,
+        ids: Tensor,
+        cache: Any,
+        layers: tuple[int, ...] = (),
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """ids [1, n] after the cached ones -> logits [n, V] float32, layers [n, L, H], post-norm final [n, H].
+        positions [n] and mask [n, cached + n] bool (True: seen) for token trees."""
 
 
 @dataclass(frozen=True)
 class Round:
     """drafted: tokens that could count, accepted of them, and committed to the text (accepted + 1, the target's own
     token; only ``accepted`` where the text ended inside the accepted run). Tokens drafted after an accepted end of
-    text could not count and are left out of ``drafted``."""
+    text could not count and are left out of ``drafted``. nodes: everything that was drafted and fed to the target.
+
+    In a tree ``drafted`` is the length of the longest branch that begins with the accepted path: as in a chain, the
+    j-th token was offered where drafted >= j and all before it were accepted."""
 
     drafted: int
     accepted: int
     committed: int
+    nodes: int = 0
 
 
 @dataclass
@@ -131,7 +145,7 @@ def generate(
     seed: int = 0,
     eos_ids: Collection[int] | None = None,
 ) -> Generation:
-    """Continue a prompt; with a drafter by chains of up to k drafted tokens, losslessly.
+    """Continue a prompt; with a drafter by chains or trees of up to k drafted tokens in depth, losslessly.
 
     Stops at (and with) the first of ``eos_ids`` (None: the target's; empty: never), at exactly max_new_tokens, or
     where the target's context is full. Near an end fewer than k tokens are drafted, so that none is wasted. The same
@@ -145,7 +159,7 @@ def generate(
     if drafter is not None:
         if k < 1:
             raise ValueError(f"k {k}: expected at least 1 drafted token")
-        drafter.check(k)
+        drafter.check(k, context)
     run = _Run(
         target=target,
         sampling=Sampling(temperature, top_p, top_k, torch.Generator().manual_seed(seed)),
@@ -201,22 +215,22 @@ class _Run:
         self.clock.lap("prefill")
         return torch.cat(read), torch.cat(finals)
 
-    def verify(self, proposal: Proposal | None, logits: Tensor) -> tuple[int, list[int], list[float]]:
-        """logits [drafted + 1, V] -> the accepted length, the accepted tokens and the target's own after them, and
+    def verify(self, proposal: Proposal | None, logits: Tensor) -> tuple[list[int], list[int], list[float]]:
+        """logits [nodes + 1, V] -> the accepted path (node numbers), its tokens and the target's own after them, and
         their gaps."""
-        draft = logits.new_empty(0, dtype=torch.int64) if proposal is None else proposal.tokens
         if self.sampling.greedy:
             choices, gaps = top_two(logits)
-            accepted = verify_greedy(draft, choices)
-            kept = gaps[: accepted + 1].tolist()
+            path = [] if proposal is None else verify_greedy(proposal, choices)
+            rows = [0, *(node + 1 for node in path)]
+            kept = gaps[rows].tolist()
             if any(map(math.isnan, kept)):
                 raise ValueError(f"the target's logits are not finite after {len(self.out.tokens)} new tokens")
-            return accepted, choices[: accepted + 1].tolist(), kept
+            return path, choices[rows].tolist(), kept
         p = warp(logits, self.sampling.temperature, self.sampling.top_p, self.sampling.top_k)
         if proposal is None:
-            return 0, [int(sample(p[0], self.sampling.generator))], []
-        accepted, token = verify_sampled(draft, proposal.q, p, self.sampling.generator)
-        return accepted, [*draft[:accepted].tolist(), token], []
+            return [], [int(sample(p[0], self.sampling.generator))], []
+        path, token = verify_sampled(proposal, p, self.sampling.generator)
+        return path, [*proposal.tokens[path].tolist(), token], []
 
     def commit(self, tokens: list[int], gaps: list[float]) -> int:
         """Append tokens up to the first end of text; returns how many."""
@@ -265,16 +279,33 @@ def _speculative(run: _Run, prompt: Tensor, drafter: Drafter, k: int) -> None:
         if room > 1:
             proposal = drafter.draft(following, layers, final, min(k, room - 1), run.sampling)
         run.clock.lap("draft")
-        fed = newest if proposal is None else torch.cat([newest, proposal.tokens])
-        logits, layers, final = target.step(fed[None], cache, drafter.layers)
-        accepted, tokens, gaps = run.verify(proposal, logits)
+        logits, layers, final = _feed(target, cache, cached, newest, proposal, drafter.layers)
+        path, tokens, gaps = run.verify(proposal, logits)
         run.clock.lap("verify")
         count = run.commit(tokens, gaps)
-        drafted = fed.numel() - 1 if count == accepted + 1 else count  # after an accepted end nothing could count
-        run.out.rounds.append(Round(drafted, min(accepted, count), count))
-        cached += accepted + 1
-        target.crop(cache, cached)
+        # after an accepted end of text nothing could count
+        drafted = count if proposal is not None and count <= len(path) else offered(proposal, path)
+        nodes = 0 if proposal is None else proposal.tokens.numel()
+        run.out.rounds.append(Round(drafted, min(len(path), count), count, nodes))
+        rows = [0, *(node + 1 for node in path)]
+        target.keep(cache, cached, rows)
+        cached += len(rows)
         following = torch.tensor(tokens, device=prompt.device)
         newest = following[-1:]
-        layers, final = layers[: accepted + 1], final[: accepted + 1]
+        layers, final = layers[rows], final[rows]
     run.clock.lap("other")
+
+
+def _feed(
+    target: StepTarget, cache: Any, cached: int, newest: Tensor, proposal: Proposal | None, layers: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One target forward over the newest token and the draft below it."""
+    if proposal is None:
+        return target.step(newest[None], cache, layers)
+    ids = torch.cat([newest, proposal.tokens])[None]
+    if proposal.parents is None:
+        return target.step(ids, cache, layers)
+    seen = ancestors([-1, *(parent + 1 for parent in proposal.parents)])  # the root is row 0
+    positions = cached - 1 + seen.sum(1)
+    mask = torch.cat([torch.ones(ids.shape[1], cached, dtype=torch.bool), seen], 1)
+    return target.step(ids, cache, layers, positions=positions.to(ids.device), mask=mask.to(ids.device))

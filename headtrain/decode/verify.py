@@ -1,10 +1,11 @@
-"""Lossless verification of a drafted chain, as pure functions on tensors.
+"""Lossless verification of a drafted tree (a chain is the tree without branches), as pure functions on tensors.
 
 Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1) and Chen et al. 2023 (arXiv 2302.01318): a token x drafted
 from q is kept with probability min(1, p(x) / q(x)); at the first rejection the token comes from
 norm(max(p - q, 0)); when all are kept, one more comes from p. What is committed is then distributed as p, whatever
-the draft. Every random number comes from an explicit generator on the CPU, so that a seed means the same on any
-device.
+the draft. Siblings are tried one by one under the same rule, each against what the rejected ones left of p and of q
+(recursive rejection sampling without replacement: SpecInfer, arXiv 2305.09781; Jeon et al., arXiv 2402.14160). Every
+random number comes from an explicit generator on the CPU, so that a seed means the same on any device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from ..types import Proposal
 
 
 def warp(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Tensor:
@@ -60,29 +63,70 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(left.sum() > 0, left, p)
 
 
-def verify_greedy(draft: Tensor, choices: Tensor) -> int:
-    """The accepted length of draft [k] under the target's greedy choices [k+1] (or more); choices[accepted] is then
-    the target's own next token."""
-    wrong = (draft != choices[: draft.numel()]).nonzero()
-    return int(wrong[0]) if wrong.numel() else draft.numel()
+def children(proposal: Proposal) -> list[list[int]]:
+    """For the root (first) and for each node the numbers of its children, in order."""
+    count = proposal.tokens.numel()
+    below: list[list[int]] = [[] for _ in range(count + 1)]
+    for node, parent in enumerate(range(-1, count - 1) if proposal.parents is None else proposal.parents):
+        below[parent + 1].append(node)
+    return below
 
 
-def verify_sampled(draft: Tensor, q: Tensor | None, p: Tensor, generator: torch.Generator) -> tuple[int, int]:
-    """The accepted length of draft [k] and the token that follows it.
+def verify_greedy(proposal: Proposal, choices: Tensor) -> list[int]:
+    """The accepted path (node numbers, from the root down) under the target's greedy choices [n+1]: entry 0 follows
+    the root, entry j+1 node j. The choice after the path's last node is the target's own next token."""
+    drafted, wanted, below = proposal.tokens.tolist(), choices.tolist(), children(proposal)
+    path, node = [], -1
+    while True:
+        node = next((kid for kid in below[node + 1] if drafted[kid] == wanted[node + 1]), -1)
+        if node < 0:
+            return path
+        path.append(node)
 
-    p: the target's distributions [k+1, V]; row j follows the j-th drafted token. q: the distributions [k, V] that
-    the drafted tokens were drawn from, or None where they were not drawn: a deterministic draft has q = 1 on its
-    token, so it is accepted with p(x), and on rejection x is struck from p.
+
+def verify_sampled(proposal: Proposal, p: Tensor, generator: torch.Generator) -> tuple[list[int], int]:
+    """The accepted path (node numbers, from the root down) and the token that follows it.
+
+    p: the target's distributions [n+1, V], row 0 after the root, row j+1 after node j. Tokens that were not drawn
+    (``proposal.q`` None) have q = 1: such a token is accepted with p(x), and on rejection x is struck from p.
     """
-    count = draft.numel()
-    wanted = p[:count].gather(1, draft[:, None])[:, 0].tolist()  # p(x) and q(x) of every x, in one transfer
-    drawn = [1.0] * count if q is None else q.gather(1, draft[:, None])[:, 0].tolist()
-    for j in range(count):
-        u = float(torch.rand((), generator=generator, dtype=torch.float64))
-        if not u * drawn[j] < wanted[j]:  # u < p/q without a division; a NaN is rejected, and then `sample` raises
-            q_row = torch.zeros_like(p[j]).index_fill_(0, draft[j : j + 1], 1.0) if q is None else q[j]
-            return j, int(sample(residual(p[j], q_row), generator))
-    return count, int(sample(p[count], generator))
+    tokens, q, below = proposal.tokens.tolist(), proposal.q, children(proposal)
+    parent_of = {kid: node for node, kids in enumerate(below) for kid in kids}
+    at = torch.tensor([parent_of[node] for node in range(len(tokens))], dtype=torch.int64, device=p.device)
+    wanted = p[at, proposal.tokens].tolist()  # p(x) and q(x) of every x, in one transfer
+    row_of = list(range(len(tokens))) if proposal.rows is None else proposal.rows
+    drawn = [1.0] * len(tokens)
+    if q is not None:
+        drawn = q[torch.tensor(row_of, dtype=torch.int64, device=q.device), proposal.tokens].tolist()
+    path, node = [], -1
+    while True:
+        left, accepted = p[node + 1], None
+        kids = below[node + 1]
+        draw = q[row_of[kids[0]]] if q is not None and kids else None
+        for kid in kids:
+            x, first = tokens[kid], kid == kids[0]
+            want = wanted[kid] if first else float(left[x])
+            drew = drawn[kid] if first or draw is None else float(draw[x])
+            u = float(torch.rand((), generator=generator, dtype=torch.float64))
+            if u * drew < want:  # u < p/q without a division; a NaN is rejected, and then `sample` raises
+                accepted = kid
+                break
+            if draw is None:
+                left = residual(left, torch.zeros_like(left).index_fill_(0, proposal.tokens[kid : kid + 1], 1.0))
+            else:
+                left, draw = residual(left, draw), strike(draw, x)
+            left = left / left.sum()
+        if accepted is None:
+            return path, int(sample(left, generator))
+        path.append(accepted)
+        node = accepted
+
+
+def strike(q: Tensor, token: int) -> Tensor:
+    """q [V] without ``token``, renormalised: what the next sibling is drawn from. All zero where nothing is left."""
+    left = q.clone()
+    left[token] = 0
+    return left / left.sum().clamp(min=torch.finfo(left.dtype).tiny)
 
 
 def top_two(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,7 @@ def evaluate(
     if long := [f"{p.id} ({len(p.ids)})" for p in prompts if len(p.ids) > context]:
         raise ValueError(f"prompts longer than the target's context of {context} tokens: {', '.join(long)}")
     drafter = _drafter(target, head)
-    drafter.check(k)
+    drafter.check(k, context)
     settings = {
         "k": k,
         "temperature": temperature,

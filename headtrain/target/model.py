@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -122,12 +123,31 @@ class Target:
         if excess < 0:
             raise ValueError(f"crop to {length} tokens: the cache holds {length + excess}")
         if excess and self._recurrent:
-            raise TargetError(
-                f"{self.shape.architecture} has recurrent layers, whose state cannot forget rejected tokens: "
-                "decode it without speculation"
-            )
+            self._refuse()
         if excess:
             cache.crop(-excess)
+
+    def _refuse(self) -> NoReturn:
+        raise TargetError(
+            f"{self.shape.architecture} has recurrent layers, whose state cannot forget rejected tokens: "
+            "decode it without speculation"
+        )
+
+    def keep(self, cache: Any, length: int, rows: Sequence[int]) -> None:
+        """Of the tokens fed since the cache held ``length``, keep those numbered ``rows`` (increasing) and forget the
+        others: the accepted path of a token tree moves to the front. Raises TargetError for layers that cannot."""
+        end = length + len(rows)
+        if list(rows) != list(range(len(rows))):
+            if self._recurrent:
+                self._refuse()
+            chosen = torch.tensor([length + row for row in rows], device=self.device)
+            for layer in cache.layers:
+                if not layer.is_initialized:
+                    continue  # shares the keys of another layer
+                for name in ("keys", "values"):
+                    stored = getattr(layer, name)
+                    stored[:, :, length:end] = stored[:, :, chosen.to(stored.device)]
+        self.crop(cache, end)
 
     @torch.no_grad()
     def step(
@@ -148,10 +168,31 @@ class Target:
         if positions is not None:
             more["position_ids"] = positions[None]
         if mask is not None:
-            more["attention_mask"] = self._mask(mask)
+            more["attention_mask"] = self._masks(mask, positions)
         with Tap(self.parts, layers, ids.shape[1]) as tap:
             final = body_forward(self.parts, ids, **more)
         return self._teacher.logits(final), tap.out, final
+
+    def _masks(self, mask: Tensor, positions: Tensor | None) -> Tensor | dict[str, Tensor]:
+        """The tree's mask in the form that the family's layers take: one for all, or one for each kind of layer.
+        transformers hands a 4D mask through as it is, so a sliding window has to be cut in here."""
+        config = self.parts.config
+        kinds = set(getattr(config, "layer_types", None) or ())
+        window = getattr(config, "sliding_window", None)
+        if not kinds and window and getattr(config, "use_sliding_window", True):
+            kinds = {"sliding_attention"}
+        if bad := sorted(kinds - {"full_attention", "sliding_attention"}):
+            raise TargetError(f"{self.shape.architecture}: no token trees for layers of kind {', '.join(bad)}")
+        masks = {}
+        for kind in kinds or {"full_attention"}:
+            seen = mask
+            if kind == "sliding_attention" and window:
+                n, total = mask.shape
+                own = positions if positions is not None else torch.arange(total - n, total, device=mask.device)
+                keys = torch.cat([torch.arange(total - n, device=mask.device), own])
+                seen = mask & (own[:, None] - keys[None] < window)
+            masks[kind] = self._mask(seen)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _mask(self, mask: Tensor) -> Tensor:
         if self.parts.config._attn_implementation != "eager":

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
+from headtrain.decode.drafters import SessionDrafter
 from headtrain.decode.verify import sample, warp
 from headtrain.types import Proposal
 
@@ -24,16 +25,23 @@ class MarkovTarget:
     def new_cache(self) -> list[int]:
         return []
 
-    def crop(self, cache: list[int], length: int) -> None:
-        assert length <= len(cache)
-        del cache[length:]
+    def keep(self, cache: list[int], length: int, rows) -> None:
+        cache[length:] = [cache[length + row] for row in rows]
 
-    def step(self, ids, cache, layers=()):
+    def step(self, ids, cache, layers=(), positions=None, mask=None):
         self.forwards += 1
         start = len(cache)
         cache += ids[0].tolist()
-        assert len(cache) <= self.shape.max_positions
-        rows = torch.stack([self.rows[cache[i - 1] if i else 0][cache[i]] for i in range(start, len(cache))])
+        before = [i - 1 for i in range(start, len(cache))]  # the token before each: in a tree its parent
+        if mask is None:
+            assert len(cache) <= self.shape.max_positions
+        else:
+            assert int(positions.max()) < self.shape.max_positions
+            for row in range(len(mask)):
+                above = mask[row, : start + row].nonzero().flatten().tolist()
+                assert len(above) == positions[row], "a node sees the prefix and its ancestors, as many as its position"
+                before[row] = above[-1] if above else -1
+        rows = torch.stack([self.rows[cache[b] if b >= 0 else 0][cache[start + n]] for n, b in enumerate(before)])
         if self.first is not None and start == 0:
             rows[0] = torch.full_like(rows[0], -torch.inf)
             rows[0, self.first] = 0.0
@@ -63,7 +71,12 @@ class FixedDrafter:
     def __init__(self, table: torch.Tensor, sampled: bool = True) -> None:
         self.table, self.sampled = table, sampled
 
-    def check(self, k: int) -> None: ...
+    tree = ""
+
+    def check(self, k: int, context: int) -> None: ...
+
+    def describe(self):
+        return {"kind": "fake", "family": "fake", "label": "a fake", "parameters": 0}
 
     def start(self, prompt, max_length: int) -> None:
         self.text = prompt[:1].tolist()
@@ -91,7 +104,12 @@ class ScriptedDrafter:
         self.text, self.wrong, self.short = text, set(wrong), short
         self.asked: list[int] = []
 
-    def check(self, k: int) -> None: ...
+    tree = ""
+
+    def check(self, k: int, context: int) -> None: ...
+
+    def describe(self):
+        return {"kind": "fake", "family": "fake", "label": "a fake", "parameters": 0}
 
     def start(self, prompt, max_length: int) -> None:
         self.at = 1 - prompt.numel()  # becomes 1 after the prompt's positions: token 0 is prefill's
@@ -102,3 +120,32 @@ class ScriptedDrafter:
         count = k if self.short is None else min(k, self.short)
         tokens = [self.text[i] ^ (i in self.wrong) for i in range(self.at, self.at + count)]
         return Proposal(torch.tensor(tokens, dtype=torch.int64))
+
+
+class TableDrafter(SessionDrafter):
+    """Chains and trees through a session whose logits come from a table like the target's."""
+
+    def __init__(self, table: torch.Tensor, plan=None) -> None:
+        super().__init__(plan)
+        self.table, self.vocab_size = table, table.shape[0]
+
+    def open(self, prompt, max_length: int) -> TableSession:
+        return TableSession(self.table, prompt[:1].tolist())
+
+    def describe(self):
+        return {"kind": "table", "family": "fake", "label": "a table", "parameters": 0}
+
+
+class TableSession:
+    def __init__(self, table: torch.Tensor, text: list[int]) -> None:
+        self.table, self.text = table, text
+
+    def extend(self, next_tokens, layers, final):
+        self.text += next_tokens.tolist()
+        self.last: list[tuple[int, int]] = []  # each node's (token before, token)
+        return self.table[self.text[-2] if len(self.text) > 1 else 0, self.text[-1]]
+
+    def expand(self, parents, tokens):
+        above = [self.text[-1] if p < 0 else self.last[p][1] for p in parents.tolist()]
+        self.last += zip(above, tokens.tolist(), strict=True)
+        return torch.stack([self.table[a, t] for a, t in self.last[-len(above) :]])

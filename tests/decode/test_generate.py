@@ -218,13 +218,13 @@ def test_logits_that_are_not_finite_stop(drafter, temperature):
 def test_a_head_with_one_module_a_depth_refuses_a_longer_chain(target):
     drafter = HeadDrafter(head_for(target, "medusa", num_heads=3))
     assert drafter.max_k == 3
-    with pytest.raises(ValueError, match="a chain of 4 tokens .* drafts at most 3"):
+    with pytest.raises(ValueError, match="4 tokens deep .* drafts at most 3"):
         generate(target, PROMPT, drafter=drafter, k=4, max_new_tokens=4)
 
 
 def test_a_recurrent_head_warns_past_its_trained_depth(target, text):
     drafter = HeadDrafter(head_for(target, "eagle3", depth=2))
     assert drafter.max_k is None
-    with pytest.warns(UserWarning, match="drafting 4 tokens with a head trained to depth 2"):
+    with pytest.warns(UserWarning, match="drafting 4 tokens deep with .* trained to depth 2"):
         out = generate(target, PROMPT, drafter=drafter, k=4, max_new_tokens=20, eos_ids=())
     assert out.tokens == text[:20]

@@ -7,11 +7,13 @@ import math
 
 import pytest
 import torch
-from fakes import FixedDrafter, MarkovTarget
+from fakes import FixedDrafter, MarkovTarget, TableDrafter
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headtrain.decode.generate import generate
+from headtrain.decode.tree import DynamicTree, StaticTree
 from headtrain.decode.verify import residual, sample, top_two, verify_greedy, verify_sampled, warp
+from headtrain.types import Proposal
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -73,7 +75,7 @@ def test_residual_is_never_nothing():
 def test_greedy_accepts_up_to_the_first_difference():
     choices = torch.tensor([4, 5, 6, 7])
     for draft, want in (([4, 5, 6], 3), ([4, 5, 0], 2), ([4, 0, 6], 1), ([0, 5, 6], 0), ([], 0)):
-        assert verify_greedy(torch.tensor(draft, dtype=torch.int64), choices) == want
+        assert verify_greedy(Proposal(torch.tensor(draft, dtype=torch.int64)), choices) == list(range(want))
 
 
 def test_top_two_gap():
@@ -85,12 +87,14 @@ def test_certain_accept_and_certain_reject():
     p = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     q = torch.tensor([[0.0, 1.0, 0.0]])
     for seed in range(20):
-        assert verify_sampled(torch.tensor([1]), q, p, generator(seed)) == (1, 2)  # p = q = 1, then the bonus
-        assert verify_sampled(torch.tensor([1]), None, p, generator(seed)) == (1, 2)
-        wrong = torch.tensor([[1.0, 0.0, 0.0]])
-        assert verify_sampled(torch.tensor([0]), wrong, p, generator(seed)) == (0, 1)
-        assert verify_sampled(torch.tensor([0]), None, p, generator(seed)) == (0, 1)
-        assert verify_sampled(torch.tensor([], dtype=torch.int64), None, p, generator(seed)) == (0, 1)
+        right, wrong = torch.tensor([1]), torch.tensor([0])
+        assert verify_sampled(Proposal(right, q), p, generator(seed)) == ([0], 2)  # p = q = 1, then the bonus
+        assert verify_sampled(Proposal(right), p, generator(seed)) == ([0], 2)
+        assert verify_sampled(Proposal(wrong, torch.tensor([[1.0, 0.0, 0.0]])), p, generator(seed)) == ([], 1)
+        assert verify_sampled(Proposal(wrong), p, generator(seed)) == ([], 1)
+        assert verify_sampled(Proposal(right[:0]), p, generator(seed)) == ([], 1)
+        both = Proposal(torch.tensor([0, 1]), parents=[-1, -1])
+        assert verify_sampled(both, torch.cat([p[:1], p]), generator(seed)) == ([1], 2)  # the second sibling is right
 
 
 def test_the_acceptance_rate_is_one_minus_total_variation():
@@ -98,8 +102,17 @@ def test_the_acceptance_rate_is_one_minus_total_variation():
     g, kept, count = generator(3), 0, 2000
     for _ in range(count):
         token = sample(q, g)[None]
-        kept += verify_sampled(token, q[None], torch.stack([p, p]), g)[0]
+        kept += len(verify_sampled(Proposal(token, q[None]), torch.stack([p, p]), g)[0])
     assert abs(kept / count - float(torch.minimum(p, q).sum())) < 0.035
+
+
+def test_siblings_that_were_not_drawn_are_accepted_with_the_weight_of_all():
+    """Deterministic siblings a, b: one of them is accepted with p(a) + p(b)."""
+    p, g, count = torch.tensor([0.1, 0.2, 0.3, 0.4]), generator(3), 2000
+    proposal = Proposal(torch.tensor([1, 2]), parents=[-1, -1])
+    kept = [verify_sampled(proposal, p.expand(3, 4), g)[0] for _ in range(count)]
+    assert abs(sum(path == [0] for path in kept) / count - 0.2) < 0.03
+    assert abs(sum(path == [1] for path in kept) / count - 0.3) < 0.035
 
 
 # -- the whole loop: the joint distribution of three tokens ------------------------------------------------------
@@ -142,14 +155,31 @@ def drafters(target: MarkovTarget) -> dict[str, FixedDrafter]:
     }
 
 
+STATIC = StaticTree.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]])
+PLANS = {"chain": None, "static": STATIC, "dynamic": DynamicTree(nodes=8, depth=3, branch=3)}
+
+
 @pytest.mark.parametrize(
-    ("name", "top_p"),
-    [("good", 1.0), ("reduced", 1.0), ("deterministic", 1.0), ("bad", 0.8)],
+    ("name", "plan", "top_p", "top_k"),
+    [
+        ("good", "chain", 1.0, 0),
+        ("bad", "chain", 1.0, 0),
+        ("reduced", "chain", 1.0, 0),
+        ("deterministic", "chain", 1.0, 0),
+        ("good", "chain", 0.8, 6),
+        ("good", "static", 1.0, 0),
+        ("bad", "static", 1.0, 0),
+        ("good", "static", 0.8, 2),  # fewer tokens of any weight than siblings planned
+        ("good", "dynamic", 1.0, 0),
+        ("bad", "dynamic", 0.9, 0),
+    ],
 )
-def test_three_tokens_are_distributed_as_the_targets(name, top_p):
+def test_three_tokens_are_distributed_as_the_targets(name, plan, top_p, top_k):
     target = MarkovTarget(VOCAB, seed=1, first=3)
-    settings = dict(temperature=0.8, top_p=top_p, top_k=0)
+    settings = dict(temperature=0.8, top_p=top_p, top_k=top_k)
     drafter = drafters(target)[name]
+    if plan != "chain":
+        drafter = TableDrafter(drafter.table, PLANS[plan])
     counts, accepted = torch.zeros(VOCAB, VOCAB, VOCAB, dtype=torch.float64), 0
     for seed in range(DRAWS):
         out = generate(target, [0], drafter=drafter, k=3, max_new_tokens=4, seed=seed, eos_ids=(), **settings)
@@ -160,6 +190,8 @@ def test_three_tokens_are_distributed_as_the_targets(name, top_p):
     assert abs(deviation) < 4, f"chi-square is {deviation:.1f} standard deviations off"
     if name == "bad":
         assert accepted < 0.8 * DRAWS
+    if name == "good":
+        assert accepted > DRAWS
 
 
 def test_a_draft_from_the_targets_own_distribution_is_always_accepted():

@@ -64,9 +64,12 @@ def test_sampling_is_repeatable_and_claims_no_equality(target):
 class Threes:
     """Drafts token 3, whatever the text."""
 
-    layers, max_k = (), None
+    layers, max_k, tree = (), None, ""
 
-    def check(self, k): ...
+    def check(self, k, context): ...
+
+    def describe(self):
+        return {"kind": "threes", "family": "fake", "label": "threes", "parameters": 0}
 
     def start(self, prompt, max_length): ...
 
@@ -80,8 +83,8 @@ def test_a_lossy_decoder_is_found_out(target, monkeypatch):
 
     settings = dict(k=2, max_new_tokens=9, eos_ids=(), quiet=True)
     honest = evaluate(target, Threes(), PROMPTS[:1], **settings)
-    assert honest.drafter == {"kind": "Threes"} and honest.summary().identical == 1 and not honest.differences
-    monkeypatch.setattr(module, "verify_greedy", lambda draft, choices: draft.numel())
+    assert honest.drafter["kind"] == "threes" and honest.summary().identical == 1 and not honest.differences
+    monkeypatch.setattr(module, "verify_greedy", lambda proposal, choices: list(range(proposal.tokens.numel())))
     lossy = evaluate(target, Threes(), PROMPTS[:1], **settings)
     assert lossy.summary().identical == 0
     difference = lossy.differences[0].difference

@@ -10,6 +10,7 @@ import tiny
 import torch
 
 from headtrain import shift
+from headtrain.decode.tree import ancestors
 from headtrain.target import features as module
 from headtrain.target.model import Target
 from headtrain.target.shape import TargetError
@@ -188,23 +189,42 @@ def test_steps_with_a_cache_equal_one_forward(name):
     assert mine[0].dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_a_tree_mask_shows_each_branch_its_own_path(name):
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "gemma2", "gemma3", "mistral", "qwen3_moe", "granite"])
+def test_a_tree_shows_each_branch_its_own_path_and_the_accepted_one_is_kept(name):
+    """With windows of 5 behind a prefix of 8, and on after the tree as if only the path had been fed."""
     model = families.build(name)
-    if name == "gpt_oss":  # one mask serves all layers only where none has a window
-        model.config.layer_types = ["full_attention"] * 4
-        for layer in model.model.layers:
-            layer.self_attn.sliding_window, layer.attention_type = None, "full_attention"
     reference = families.twin(model)
     target = Target.of(model)
-    prefix, a, b, c = [5, 6, 7, 8], 11, 12, 13  # b is a child of a; c is a's sibling
+    prefix = [5, 6, 7, 8, 9, 10, 11, 12]
+    nodes, parents = [11, 13, 12, 21, 22], [-1, -1, 0, 1, 3]  # 11-12, 13-21-22
+    paths = [[11], [13], [11, 12], [13, 21], [13, 21, 22]]
     cache = target.new_cache()
     target.step(torch.tensor([prefix]), cache)
-    mask = torch.ones(3, 7, dtype=torch.bool)
-    mask[:, 4:] = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]], dtype=torch.bool)
-    logits, _, _ = target.step(torch.tensor([[a, b, c]]), cache, positions=torch.tensor([4, 5, 4]), mask=mask)
-    torch.testing.assert_close(logits[1], families.alone(reference, [*prefix, a, b])[1][-1], **TOLERANCE)
-    torch.testing.assert_close(logits[2], families.alone(reference, [*prefix, c])[1][-1], **TOLERANCE)
+    seen = ancestors(parents)
+    mask = torch.cat([torch.ones(5, 8, dtype=torch.bool), seen], 1)
+    logits, layers, _ = target.step(torch.tensor([nodes]), cache, (2,), positions=7 + seen.sum(1), mask=mask)
+    for row, path in enumerate(paths):
+        hidden, want = families.alone(reference, [*prefix, *path])
+        torch.testing.assert_close(logits[row], want[-1], **TOLERANCE)
+        torch.testing.assert_close(layers[row, 0], hidden[2][-1], **TOLERANCE)
+    target.keep(cache, 8, [1, 3])
+    assert cache.get_seq_length() == 10
+    after = target.step(torch.tensor([[40, 41]]), cache)[0]
+    torch.testing.assert_close(after, families.alone(reference, [*prefix, 13, 21, 40, 41])[1][-2:], **TOLERANCE)
+    target.keep(cache, 10, [])
+    assert cache.get_seq_length() == 10
+
+
+def test_trees_refuse_what_cannot_be_masked_or_kept():
+    target = Target.of(families.build("llama"))
+    target.parts.config.layer_types = ["full_attention", "chunked_attention"] * 2
+    with pytest.raises(TargetError, match="no token trees for layers of kind chunked_attention"):
+        target.step(torch.tensor([[3]]), target.new_cache(), mask=torch.ones(1, 1, dtype=torch.bool))
+    recurrent = Target.of(families.build("qwen3_next"))
+    cache = recurrent.new_cache()
+    recurrent.step(torch.tensor([[3, 4, 5]]), cache)
+    with pytest.raises(TargetError, match="without speculation"):
+        recurrent.keep(cache, 0, [0, 2])
 
 
 def test_packing_does_not_disturb_steps_and_the_reverse():
