@@ -17,9 +17,10 @@ LAYERS = [
     {"heads", "target", "data"},
     {"capture", "estimate", "export", "decode"},
     {"train", "evaluate"},
-    {"cli"},
+    {"cli", "commands"},
 ]
 APART = {"heads", "target", "data"}  # of one layer, but they do not know each other
+TENSORS_NAMED_SO = {"target/files.py": {"mtp"}}  # where a head's kind is what checkpoints call some of their tensors
 HEADS_MAY_NOT = {"accelerate", "deepspeed", "peft"}
 
 
@@ -80,7 +81,7 @@ def test_no_head_is_named_outside_heads():
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 node.value.value = ""  # a docstring
         code = ast.unparse(tree).lower()
-        for kind in HEADS:
+        for kind in HEADS.keys() - TENSORS_NAMED_SO.get(path.relative_to(ROOT).as_posix(), set()):
             assert kind not in code, f"{path.relative_to(ROOT)} names {kind}"
 
 

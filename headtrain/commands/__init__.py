@@ -1,0 +1,1 @@
+"""The longer verbs, one module each; ``cli`` declares their options."""
