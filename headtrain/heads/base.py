@@ -180,7 +180,7 @@ def text_hits(
         weight = weights[s if len(weights) > 1 else 0]
         chunk = max(16, CHUNK_LOGITS // weight.shape[0])
         for rows, chosen in zip(at.split(chunk), states.split(chunk), strict=True):
-            best = torch.nn.functional.linear(chosen, weight).argmax(-1)
+            best = torch.nn.functional.linear(chosen.to(weight.dtype), weight).argmax(-1)
             tokens = best if draft_ids is None else draft_ids[best]
             hits[s, rows] = tokens == batch.ids[rows + 2 + s]
     return hits

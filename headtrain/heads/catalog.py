@@ -10,12 +10,16 @@ from torch import Tensor
 from ..config import RecipeError, parse
 from ..types import TargetShape
 from .base import DraftHead, HeadConfig
+from .eagle1 import Eagle1
 from .eagle3 import Eagle3
 from .medusa import Medusa
+from .mtp import Mtp
 
 HEADS: dict[str, type[DraftHead]] = {
+    "eagle1": Eagle1,
     "eagle3": Eagle3,
     "medusa": Medusa,
+    "mtp": Mtp,
 }
 
 
