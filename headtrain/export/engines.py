@@ -122,3 +122,56 @@ def engine_table() -> list[dict[str, str]]:
 
 def launch_command(engine: Engine, method: str, target: str, folder: str | Path, k: int) -> str:
     return engine.launch(method, target, str(folder), k)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Whether an engine drafts in this way. mode: who drafts ("head", "lookup", "draft model"), with " tree" behind it
+    for trees instead of chains. note: what to know before relying on it; source: where the fact is from."""
+
+    engine: str
+    title: str
+    mode: str
+    served: bool
+    versions: str
+    note: str
+    source: str
+
+
+_VLLM = ("vllm", "vLLM")
+_VLLM_CONFIG = "vllm/config/speculative.py of vLLM 0.32 (SpeculativeMethod)"
+_VLLM_NO_TREE = "no key for a token tree, and no attention backend for one"
+_SGLANG = ("sglang", "SGLang")
+_SGLANG_CODE = "sglang/srt/arg_groups/speculative_hook.py and srt/speculative/ of SGLang 0.5.23"
+_TRT = ("tensorrt-llm", "TensorRT-LLM")
+_TRT_DOCS = "nvidia.github.io/TensorRT-LLM/1.4.0rc4/features/speculative-decoding.html"
+
+# Which way of drafting each engine ships. For heads, an engine must also load that kind of head: see `shipping`.
+MODES: tuple[Mode, ...] = (
+    Mode(*_VLLM, "head", True, ">=0.32", "", _VLLM_CONFIG),
+    Mode(*_VLLM, "lookup", True, ">=0.32", "method ngram", _VLLM_CONFIG),
+    Mode(*_VLLM, "draft model", True, ">=0.32", "method draft_model", _VLLM_CONFIG),
+    *(Mode(*_VLLM, f"{who} tree", False, "", _VLLM_NO_TREE, _VLLM_CONFIG) for who in ("head", "lookup", "draft model")),
+    Mode(*_SGLANG, "head", True, ">=0.5.23", "topk 1", _SGLANG_CODE),
+    # --speculative-eagle-topk above 1; with a page size above 1 only on flashinfer, fa3 and triton
+    Mode(*_SGLANG, "head tree", True, ">=0.5.23", "topk above 1; not with rejection sampling", _SGLANG_CODE),
+    Mode(*_SGLANG, "lookup", True, ">=0.5.23", "algorithm NGRAM, breadth 1; CUDA only", _SGLANG_CODE),
+    Mode(*_SGLANG, "lookup tree", True, ">=0.5.23", "algorithm NGRAM, breadth above 1; CUDA only", _SGLANG_CODE),
+    Mode(*_SGLANG, "draft model", True, ">=0.5.23", "algorithm STANDALONE, topk 1", _SGLANG_CODE),
+    Mode(*_SGLANG, "draft model tree", True, ">=0.5.23", "algorithm STANDALONE, topk above 1", _SGLANG_CODE),
+    Mode(*_TRT, "head", True, ">=1.0", "PyTorch backend", _TRT_DOCS),
+    Mode(*_TRT, "head tree", True, ">=1.4.0rc4", "use_dynamic_tree, PyTorch backend", _TRT_DOCS),
+    Mode(*_TRT, "lookup", True, ">=1.0", "NGramDecodingConfig", _TRT_DOCS),
+    Mode(*_TRT, "draft model", True, ">=1.0", "DraftTargetDecodingConfig", _TRT_DOCS),
+)
+
+
+def shipping(mode: str, head_class: type[DraftHead] | None = None) -> list[Mode]:
+    """The engines that ship a way of drafting; with a head, only those that are known to load its kind."""
+    return [
+        m
+        for m in MODES
+        if m.mode == mode
+        and m.served
+        and (head_class is None or (m.engine in ENGINES and serves(ENGINES[m.engine], head_class)))
+    ]

@@ -1,0 +1,338 @@
+"""Which way of drafting, for which route, and why: from evaluated cases to a recommendation in plain words.
+
+The rule. A candidate is worth serving where the lower end of its speed-up's interval is above 1. Of those the fastest
+leads; where another one's interval overlaps with the leader's, the two cannot be told apart and the simpler is taken
+(no weights before a head before a second model, a chain before a tree, fewer parameters, a smaller k). Among the k of
+one drafter, prompts are compared one by one, which tells apart more than overlapping intervals do; there the larger k
+must be faster by more than NEGLIGIBLE.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..export.engines import MODES, Mode, shipping
+from ..heads.catalog import HEADS
+from .candidates import (
+    DRAFT_MODEL,
+    HEAD,
+    LOOKUP,
+    Candidate,
+    CostBook,
+    candidates,
+    drafter_key,
+    is_timed,
+    largest_forward,
+)
+from .results import ALL, Evaluation
+from .roofline import Setup
+from .speedup import VerifyCost, without_nan
+
+SIMPLEST_FIRST = {LOOKUP: 0, HEAD: 1, DRAFT_MODEL: 2}
+NEGLIGIBLE = 0.02  # of the speed: not worth verifying more tokens for
+FEW_PROMPTS, FEW_ROUNDS = 5, 200
+SMALLEST, LARGEST = 10, 5  # a draft model is usually 1/10 to 1/5 of its target
+OPEN_ENDED = ("chat", "open", "creative", "writing", "story", "roleplay", "brainstorm")
+# A gap between the best two logits below this is a tie that rounding decides: logits of about 30 in each type
+TIES = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.25}
+
+
+@dataclass(frozen=True)
+class RouteAdvice:
+    """chosen None: no speculation. off_from_batch: the batch from which it never pays (None: unknown, or it pays as far
+    as was searched). engines: (title, versions, note) of those that ship it. fastest_first: every candidate."""
+
+    route: str
+    temperature: float
+    chosen: Candidate | None
+    off_from_batch: int | None
+    reasons: list[str]
+    warnings: list[str]
+    engines: list[Mode]
+    fastest_first: list[Candidate]
+
+
+@dataclass
+class Advice:
+    """routes: one for each route and temperature; refused: cases and modes that are not recommended, and why;
+    warnings: misfits of a drafter as a whole; assumptions: where the numbers come from."""
+
+    routes: list[RouteAdvice] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON; numbers that were not measured are null."""
+        routes = [
+            {
+                "route": r.route,
+                "temperature": r.temperature,
+                "strategy": r.chosen.to_dict() if r.chosen else None,
+                "off_from_batch": r.off_from_batch,
+                "reasons": r.reasons,
+                "warnings": r.warnings,
+                "engines": [{"engine": m.title, "versions": m.versions, "note": m.note} for m in r.engines],
+                "candidates": [c.to_dict() for c in r.fastest_first],
+            }
+            for r in self.routes
+        ]
+        more = {"refused": self.refused, "warnings": self.warnings, "assumptions": self.assumptions}
+        return without_nan({"routes": routes, **more})
+
+
+def advise(
+    cases: Sequence[Evaluation],
+    cost_ratio: float | Mapping[str, float] | None = None,
+    verify_cost: VerifyCost | None = None,
+    concurrency: int | None = None,
+    setup: Setup | None = None,
+    engines: Sequence[str] | None = None,
+) -> Advice:
+    """A strategy for each route, or none.
+
+    cost_ratio: a draft step / a plain target step, for all drafters but lookups, or by their labels. verify_cost: of a
+    target forward of n tokens. concurrency: sequences at the same time. setup: the target's sizes and its device, for a
+    roofline. With none of these, speeds that were timed here (batch 1) are used as they are, and others follow from
+    acceptance and the timed costs. engines: those that may be used; None: all known. Raises ValueError for no cases,
+    impossible costs, unknown engines, and a concurrency without costs.
+    """
+    if not cases:
+        raise ValueError("no evaluated cases: run `headtrain eval` first")
+    known = {m.engine for m in MODES}
+    for case in cases:
+        if missing := [name for name in ("kind", "family", "label") if name not in case.drafter]:
+            raise ValueError(
+                f"an evaluation whose drafter has no {', '.join(missing)}: an older headtrain wrote it; evaluate again"
+            )
+        if case.drafter["family"] not in SIMPLEST_FIRST:
+            found, expected = case.drafter["family"], ", ".join(SIMPLEST_FIRST)
+            raise ValueError(f"{case.drafter['label']}: family {found!r}; expected one of {expected}")
+    if unknown := [name for name in engines or () if name not in known]:
+        raise ValueError(f"no engine named {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}")
+    book = CostBook(cases, cost_ratio, verify_cost, setup, concurrency)
+    out = Advice()
+    usable = []
+    for case in cases:
+        if why := parted(case):
+            out.refused.append(why)
+        else:
+            usable.append(case)
+            out.warnings += [line for line in misfits(case) if line not in out.warnings]
+    routes = list(dict.fromkeys(route for case in usable for route in case.routes))
+    for temperature in sorted({case.settings["temperature"] for case in usable}):
+        group = [case for case in usable if case.settings["temperature"] == temperature]
+        for route in [*routes, *([ALL] if len(routes) > 1 else [])]:
+            found = [c for case in group for c in candidates(case, route, _lengths(case, group, book), book)]
+            if found:
+                out.routes.append(_route(route, temperature, found, book, group, engines, out))
+    out.assumptions += _assumptions(usable, book)
+    return out
+
+
+def parted(case: Evaluation) -> str:
+    """Why a case is not to be recommended: greedy texts that were not the target's own; empty where they were, up to
+    ties that rounding decided."""
+    bound = TIES.get(case.target.get("dtype", "float32"), TIES["float32"])
+    faults = [r for r in case.differences if r.difference.gap > bound]
+    if not faults or case.settings["temperature"] > 0:
+        return ""
+    first = faults[0]
+    return (
+        f"{_title(case)}: {len(faults)} of {len(case.results)} greedy texts were not the target's own ({first.id} at "
+        f"token {first.difference.position}, the best two logits {first.difference.gap:.2g} apart): this decoding is "
+        "not lossless, so it is not recommended"
+    )
+
+
+def misfits(case: Evaluation) -> list[str]:
+    """Known reasons why a drafter disappoints."""
+    lines, label = [], case.drafter["label"]
+    ties = len(case.differences)
+    if ties:
+        lines.append(f"{_title(case)}: {ties} greedy texts part at a tie of the best two logits (rounding, no fault)")
+    if case.drafter["family"] != DRAFT_MODEL:
+        return lines
+    for what, mine, target in (("family", "model_type", "family"), ("tokenizer", "tokenizer", "tokenizer")):
+        theirs, own = case.drafter.get(mine), case.target.get(target)
+        if theirs and own and theirs != own:
+            lines.append(
+                f"{label} is of another {what} ({theirs}; the target's is {own}): tokens it drafts may mean something "
+                "else or never be the target's choice"
+            )
+    size, target = case.drafter.get("parameters"), case.target.get("parameters")
+    if size and target and target / size > SMALLEST:
+        lines.append(
+            f"{label} is {target / size:.0f} times smaller than its target: more than about {SMALLEST} times usually "
+            "accepts too little"
+        )
+    if size and target and target / size < LARGEST:
+        lines.append(
+            f"{label} is only {target / size:.1f} times smaller than its target: less than about {LARGEST} times "
+            "usually costs more than it saves"
+        )
+    return lines
+
+
+def choose(found: Sequence[Candidate]) -> tuple[Candidate | None, list[str]]:
+    """The recommendation among candidates of one route, and the reasons; None: no speculation."""
+    if not found:
+        return None, []
+    top = max(found, key=lambda c: c.speedup)
+    sure = [c for c in found if (c.speedup if math.isnan(c.low) else c.low) > 1]
+    if not sure:
+        if top.speedup <= 1:
+            return None, [f"every way of drafting is slower than none here; the best is {_gain(top)}"]
+        return None, [f"the best, {_gain(top)}, cannot be told from no gain: leave speculation off, or measure more"]
+    leader = max(sure, key=lambda c: c.speedup)
+    drafters: dict[str, list[Candidate]] = {}
+    for c in sure:
+        drafters.setdefault(c.key, []).append(c)
+    picks = [_shortest(group) for group in drafters.values()]
+    tied = [c for c in picks if c.key == leader.key or _overlap(c, leader)]
+    chosen = min(tied, key=_simplicity)
+    reasons = [f"{_gain(chosen)}; {chosen.tau:.2f} tokens a round"]
+    if chosen is not leader:
+        how = "compared prompt by prompt" if chosen.key == leader.key else "the intervals overlap"
+        why = _why_simpler(chosen, leader)
+        reasons.append(f"{_gain(leader)} is not clearly faster ({how}), so the simpler is taken: {why}")
+    return chosen, reasons
+
+
+def _shortest(group: Sequence[Candidate]) -> Candidate:
+    """Of one drafter's candidates: the smallest k that is not clearly slower than the fastest."""
+    top = max(group, key=lambda c: c.speedup)
+    return next(c for c in sorted(group, key=lambda c: c.k) if c is top or _not_slower(c, top))
+
+
+def _not_slower(c: Candidate, top: Candidate) -> bool:
+    if c.samples is None or top.samples is None:
+        return c.speedup >= top.speedup
+    if c.ids != top.ids:
+        return _overlap(c, top)
+    return (top.samples / c.samples).quantile(torch.tensor(0.025, dtype=torch.float64)).item() <= 1 + NEGLIGIBLE
+
+
+def _overlap(a: Candidate, b: Candidate) -> bool:
+    if math.isnan(a.low) or math.isnan(b.low):
+        return False
+    return a.low <= b.high and b.low <= a.high
+
+
+def _simplicity(c: Candidate) -> tuple:
+    return SIMPLEST_FIRST[c.family], c.tree is not None, c.parameters, c.nodes, -c.speedup
+
+
+def _why_simpler(chosen: Candidate, other: Candidate) -> str:
+    if chosen.family != other.family:
+        return {LOOKUP: "it has no weights", HEAD: "it needs no second model"}.get(chosen.family, "")
+    if (chosen.tree is None) != (other.tree is None):
+        return "a chain needs no tree attention and fewer verified tokens"
+    if chosen.parameters != other.parameters:
+        return "it has fewer parameters"
+    return "it verifies fewer tokens, which counts as soon as several sequences share the device"
+
+
+def _gain(c: Candidate) -> str:
+    interval = ", too few prompts for an interval" if math.isnan(c.low) else f", {c.low:.2f} to {c.high:.2f}"
+    return f"{c.name}: {c.speedup:.2f}x ({'timed at batch 1' if c.timed else 'computed'}{interval})"
+
+
+def _route(
+    route: str,
+    temperature: float,
+    found: list[Candidate],
+    book: CostBook,
+    group: Sequence[Evaluation],
+    engines: Sequence[str] | None,
+    out: Advice,
+) -> RouteAdvice:
+    ways = {c.key: _ships(c, engines) for c in found}
+    chosen, reasons = choose([c for c in found if ways[c.key]])
+    wished, _ = choose(found)
+    if wished is not None and not ways[wished.key]:
+        among = "of yours" if engines else "that is known"
+        reasons.append(f"{_gain(wished)} is left out: no engine {among} ships {wished.mode} drafting of this kind")
+        line = f"{route}: {wished.name} is promised for no engine; only headtrain's own decoding has it"
+        out.refused.append(line)
+    warnings, off = [], None
+    if chosen is not None:
+        if chosen.prompts < FEW_PROMPTS or chosen.rounds < FEW_ROUNDS:
+            warnings.append(
+                f"measured on {chosen.prompts} prompts and {chosen.rounds} rounds only; about {FEW_PROMPTS} and "
+                f"{FEW_ROUNDS} are the least to rely on"
+            )
+        if chosen.family == LOOKUP and any(word in route.lower() for word in OPEN_ENDED):
+            warnings.append(
+                "a lookup on open-ended text gains only where answers repeat their prompt: other prompts of this "
+                "route may gain nothing"
+            )
+        off = _when_off(chosen, book, group, reasons)
+    ordered = sorted(found, key=lambda c: -c.speedup)
+    shipped = ways[chosen.key] if chosen else []
+    return RouteAdvice(route, temperature, chosen, off, reasons, warnings, shipped, ordered)
+
+
+def _when_off(chosen: Candidate, book: CostBook, group: Sequence[Evaluation], reasons: list[str]) -> int | None:
+    reasons.append(
+        f"switch it off where a target forward of {chosen.nodes + 1} tokens costs more than {chosen.break_even:.2f} "
+        "times one of a single token"
+    )
+    if book.setup is None:
+        return None
+    setup = book.serving(next(case for case in group if drafter_key(case) == chosen.key))
+    off = setup.stops_paying_at(chosen.plan)
+    where = f"from a batch of {off} on" if off else "at no batch that was searched"
+    reasons.append(f"by the roofline of {setup.device.name} with a context of {setup.context:,}, that is {where}")
+    return off
+
+
+def _ships(c: Candidate, engines: Sequence[str] | None) -> list[Mode]:
+    if c.family == HEAD and c.kind not in HEADS:
+        return []
+    shipped = shipping(c.mode, HEADS[c.kind] if c.family == HEAD else None)
+    return [m for m in shipped if engines is None or m.engine in engines]
+
+
+def _lengths(case: Evaluation, group: Sequence[Evaluation], book: CostBook) -> list[int]:
+    """The k of a case; and where nothing was timed, the shorter chains that follow from it and have no case of their
+    own. Of two cases of one k, one timed and one replayed, the timed one is taken unless times do not count."""
+    k, key = case.settings["k"], drafter_key(case)
+    same = [other for other in group if other is not case and drafter_key(other) == key]
+    if not is_timed(case) and not book.replaces_times and any(o.settings["k"] == k and is_timed(o) for o in same):
+        own = []
+    else:
+        own = [k]
+    if is_timed(case) or case.settings.get("tree"):
+        return own
+    deeper = [o for o in same if not is_timed(o) and o.settings["k"] > k]
+    if deeper:
+        return own  # the deepest replay speaks for all lengths without a case
+    taken = {o.settings["k"] for o in same}
+    return [*own, *(j for j in range(1, k) if j not in taken)]
+
+
+def _assumptions(cases: Sequence[Evaluation], book: CostBook) -> list[str]:
+    lines = []
+    if any(is_timed(c) for c in cases) and not book.replaces_times:
+        lines.append("speeds marked timed: both decodings on this machine, one sequence at a time")
+    for case in cases:
+        if book.replaces_times or not is_timed(case):
+            needed = largest_forward(case, case.settings["k"])
+            line = f"{case.drafter['label']}: {book.of(case, needed).source}"
+            lines += [line] if line not in lines else []
+            if needed > book.reach:
+                line = f"verification costs are known to {book.reach} tokens: longer drafts are left out"
+                lines += [line] if line not in lines else []
+    if book.replaces_times and any(is_timed(c) for c in cases):
+        lines.append("the times measured here are not used, since other costs were asked for")
+    return lines
+
+
+def _title(case: Evaluation) -> str:
+    return f"{case.drafter['label']}, {case.settings.get('tree') or 'k ' + str(case.settings['k'])}"
