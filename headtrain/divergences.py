@@ -13,7 +13,8 @@ position: the probability that speculative sampling keeps a token drawn from q (
 The authors' own code for LK losses in SpecForge (``core/lk_loss.py``) makes the same choice; speculators
 (``losses/eager.py``) renormalises throughout. Here the lambda of lk is taken at each position, as in speculators.
 
-Gradients with respect to z, with m(x) = 1 where q(x) < p(x) and else 0 (so at p = q the subgradient of min in q is 0):
+Gradients with respect to z, with m(x) = 1 where q(x) < p(x) and else 0. min has a kink at p = q: the subgradient in q
+is taken as 0 there, and next to it an entry's gradient keeps its size up to the optimum, unlike that of the KLs.
 
     kl          q - p
     reverse_kl  q (log(q/p) - KL(q || p))
