@@ -65,7 +65,7 @@ class Eagle1(RecurrentHead):
         return Wants(layers=(), final="all", depth=self.config.depth)
 
     def init_from_target(self, weights: TargetWeights) -> list[str]:
-        """fc passes the feature through and the layer is the target's last one."""
+        """fc passes the feature through and the layer is the target's last one, adding nothing at first."""
         size = self.shape.hidden_size
         with torch.no_grad():
             self.fc.weight.zero_()

@@ -88,7 +88,8 @@ class Mtp(RecurrentHead):
         return Wants(layers=(), final="all", depth=self.config.depth)
 
     def init_from_target(self, weights: TargetWeights) -> list[str]:
-        """M passes the state through, the block is the target's last layer, the final norm the target's."""
+        """M passes the state through, the block is the target's last layer, adding nothing at first, and the final norm
+        is the target's."""
         size = self.shape.hidden_size
         hidden = slice(0, size) if self.config.concat == "hidden_first" else slice(size, None)
         done = ["input_proj = identity on the state", "final_layernorm = the target's final norm"]

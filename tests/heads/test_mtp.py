@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import pytest
+import reference_recurrent as reference
+import tiny
+import torch
+from reference_recurrent import PATTERNS, SHAPE, H, V, equal, fast, gradients, make, tree_equals_chains
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from headtrain.config import RecipeError
+from headtrain.heads.catalog import build_head, parse_head
+from headtrain.heads.mtp import Mtp
+from headtrain.shift import pair_mask
+from headtrain.target.model import Target
+from headtrain.types import Batch, Row, TargetWeights
+
+DEPTH = 4
+FORMS = {
+    "mimo": {},
+    "deepseek": {"concat": "embed_first", "recycle": "raw", "labels": "soft", "zero_first_embedding": False},
+    "qwen2, own lm_head": {"attention_bias": True, "own_lm_head": True},
+    "qwen3, reduced vocabulary": {"qk_norm": True, "draft_vocab_size": 40, "labels": "soft", "beta": 1.0},
+    "reduced own lm_head, hard": {"own_lm_head": True, "draft_vocab_size": 40},
+    "fastmtp": {"context": "own"},
+    "fastmtp, raw, soft": {"context": "own", "recycle": "raw", "labels": "soft", "attention_bias": True},
+}
+
+
+def head_of(rows, dtype=torch.float64, **config):
+    return make("mtp", rows, dtype, **{"depth": DEPTH, **config})
+
+
+def check(case, own: bool, depth: int = DEPTH):
+    ours, theirs = fast(*case, depth=depth), reference.mtp(*case, depth=depth, own=own)
+    if case[0].config.labels == "hard":  # the target's distribution is not computed
+        assert ours.accept.isnan().all()
+        ours.accept, theirs["accept"] = theirs["accept"], theirs["accept"].clone()
+    equal(ours, theirs, case[0])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("form", FORMS)
+def test_loss_metrics_and_gradients_equal_the_dense_reference(pattern, form):
+    """In training in the context asked for, in eval mode in that of decoding, whatever was asked for."""
+    case = head_of(PATTERNS[pattern], **FORMS[form])
+    check(case, own=case[0].config.context == "own")
+    case[0].eval()
+    check(case, own=False)
+
+
+@pytest.mark.parametrize("context", ["first", "own"])
+def test_a_stage_of_the_depth_schedule_weighs_the_steps_that_it_has(context):
+    case = head_of(PATTERNS["two turns"], context=context)
+    for depth in (1, 3):
+        check(case, own=context == "own", depth=depth)
+
+
+def test_published_weights():
+    """FastMTP: beta .6 and three steps give .51 .31 .18."""
+    case = head_of(PATTERNS["two turns"], depth=3)
+    sums = fast(*case)
+    weighted = (sums.loss * torch.tensor([0.5102, 0.3061, 0.1837])).sum()
+    torch.testing.assert_close(sums.total, weighted, rtol=1e-4, atol=0)
+
+
+def test_the_contexts_agree_at_depth_one_and_differ_below():
+    first, own = (head_of(PATTERNS["two turns"], context=context) for context in ("first", "own"))
+    for depth, same in ((1, True), (2, False)):
+        a, b = (fast(*case, depth=depth).loss for case in (first, own))
+        assert torch.allclose(a, b, rtol=1e-6) == same
+
+
+@pytest.mark.parametrize("context", ["first", "own"])
+def test_a_document_never_sees_another_at_any_step(context):
+    """Not even at the end of the first, whose later steps are fed tokens of the second."""
+    rows = [Row(list(range(3, 24)), [0] * 5 + [1] * 16), Row(list(range(40, 66)), [0] * 5 + [1] * 21)]
+    head, batch, final, lm_head = head_of(rows, context=context)
+    other = Batch(batch.ids.clone(), batch.doc, batch.pos, batch.turn, batch.cu)
+    for document in (0, 1):
+        start = pair_mask(batch, 1)[0].nonzero().squeeze(1)
+        start = start[batch.doc[start] == document]
+        changed, other.ids = final.clone(), batch.ids.clone()
+        changed[batch.doc != document] += 1.0
+        other.ids[batch.doc != document] += 20
+        unroll = head.unroll if context == "first" else head.unroll_own_context
+        steps = [unroll(b, x, start, DEPTH) for b, x in ((batch, final), (other, changed))]
+        for s, (a, b) in enumerate(zip(*steps, strict=True)):
+            counts = pair_mask(batch, s + 1)[s][start[: len(a)]]
+            assert torch.equal(a[counts], b[counts]), f"step {s}"
+            assert counts.any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_session_equals_the_reference_at_every_position_and_step(form):
+    """Drafting is decoding's context whatever training's was; the embedding at position 0 is zero where asked for."""
+    head, batch, final, lm_head = head_of([Row(list(range(3, 17)), [1] * 14)], **FORMS[form])
+    ids = torch.arange(V) if head.draft_ids is None else head.draft_ids
+    weight = head.lm_head.weight if head.config.own_lm_head else lm_head[ids]
+    wanted = [h @ weight.t() for h in reference.mtp_hidden(head, batch, final, DEPTH, own=False)]
+    session, compared = head.session(len(batch)), 0
+    for i in range(len(batch) - 1):
+        logits = session.extend(batch.ids[i + 1 : i + 2], final.new_zeros(1, 0, H), final[i : i + 1])
+        for s in range(min(DEPTH, len(batch) - 2 - i)):
+            if s:
+                logits = session.expand(torch.tensor([s - 2]), batch.ids[i + 1 + s : i + 2 + s])[0]
+            torch.testing.assert_close(logits.double(), wanted[s][i], rtol=1e-5, atol=1e-5)  # float32 by contract
+            compared += 1
+    assert compared == 12 + 11 + 10 + 9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["mimo", "deepseek"])
+def test_a_tree_equals_its_chains(form):
+    tree_equals_chains(head_of([Row(list(range(3, 27)), [1] * 24)], **FORMS[form]))
+
+
+def test_the_embedding_at_position_zero_is_zero_only_where_asked_for():
+    rows = [Row(list(range(3, 15)), [1] * 12)]
+    for zero in (True, False):
+        head, batch, final, lm_head = head_of(rows, zero_first_embedding=zero)
+        before = fast(head, batch, final, lm_head, depth=1).total
+        with torch.no_grad():
+            head.embed = head.embed.index_add(0, batch.ids[1:2], torch.ones(1, H, dtype=torch.float64))
+        assert torch.equal(before, fast(head, batch, final, lm_head, depth=1).total) == zero
+
+
+def test_frozen_tensors_get_no_gradient_and_are_not_saved():
+    head, batch, final, lm_head = head_of(PATTERNS["two turns"])
+    weights = TargetWeights(head.embed.clone().requires_grad_(), lm_head.clone().requires_grad_(), torch.ones(H))
+    head.attach(weights)
+    fast(head, batch, final, lm_head).total.backward()
+    assert head.input_proj.weight.grad.any() and weights.embed.grad is None and weights.lm_head.grad is None
+    assert set(head.state_dict()) == {n for n, _ in head.named_parameters()}
+    assert "lm_head.weight" not in head.state_dict()
+
+
+QWEN = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def family(name: str) -> Target:
+    torch.manual_seed(0)
+    if name == "llama":
+        return Target.of(tiny.model())
+    model = Qwen2ForCausalLM(Qwen2Config(**QWEN)) if name == "qwen2" else Qwen3ForCausalLM(Qwen3Config(**QWEN))
+    with torch.no_grad():  # biases and norms are zero and one at random start: nothing would be seen of them
+        for p in model.parameters():
+            if p.ndim == 1:
+                p.add_(torch.randn_like(p) * 0.2)
+    return Target.of(model.eval())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_the_block_is_of_the_targets_kind_and_starts_as_its_last_layer(name):
+    """With its two branches opened again, the head's layer is the target's last layer on any input."""
+    target = family(name)
+    weights, size = target.weights(), target.shape.hidden_size
+    head = build_head(parse_head({"kind": "mtp"}), target.shape, None)
+    said = head.init_from_target(weights)
+    assert said[2] == "decoder layer = the target's last layer, with o_proj and down_proj zero"
+    assert torch.equal(head.final_layernorm.weight, weights.final_norm)
+    assert ("block.self_attn.q_proj.bias" in head.state_dict()) == (name == "qwen2")
+    assert ("block.self_attn.q_norm.weight" in head.state_dict()) == (name == "qwen3")
+    e, h = torch.randn(9, size), torch.randn(9, size)
+    x = head.fuse(e, h)[1]
+    torch.testing.assert_close(x, torch.nn.functional.rms_norm(h, (size,), None, target.shape.rms_norm_eps))
+    with torch.no_grad():
+        assert torch.equal(head.block.finish(torch.randn(9, target.shape.num_heads, target.shape.head_dim), x), x)
+        head.block.self_attn.o_proj.weight.copy_(weights.last_layer["self_attn.o_proj.weight"])
+        head.block.mlp.down_proj.weight.copy_(weights.last_layer["mlp.down_proj.weight"])
+        head.input_layernorm.weight.copy_(weights.last_layer["input_layernorm.weight"])
+        read, residual = head.fuse(e, h)
+        attention, angles = head.block.self_attn, head.rope(torch.arange(9))
+        q, k, v = attention.queries(read, angles), attention.keys(read, angles), attention.values(read)
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        mine = head.block.finish(attended[0].transpose(0, 1), residual)
+        body = target.model.model
+        angles = body.rotary_emb(x[None], torch.arange(9)[None])
+        mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
+        theirs = body.layers[-1](x[None], position_embeddings=angles, attention_mask=mask)[0]
+    torch.testing.assert_close(mine, theirs.view_as(mine), rtol=1e-4, atol=1e-5)
+
+
+def test_a_target_whose_layer_does_not_fit_is_said():
+    target = family("qwen3")
+    head = build_head(parse_head({"kind": "mtp", "attention_bias": True}), target.shape, None)
+    assert "does not fit (self_attn.q_proj.bias" in head.init_from_target(target.weights())[2]
+    plain = build_head(parse_head({"kind": "mtp", "qk_norm": False}), target.shape, None)
+    assert "without self_attn.k_norm.weight, self_attn.q_norm.weight" in plain.init_from_target(target.weights())[2]
+
+
+def test_an_own_lm_head_starts_as_the_targets_rows_of_the_draft_vocabulary():
+    target = family("llama")
+    ids = torch.arange(0, 384, 6)
+    config = parse_head({"kind": "mtp", "own_lm_head": True, "draft_vocab_size": 64})
+    assert Mtp.uses_draft_vocab(config, target.shape) == 64
+    head = build_head(config, target.shape, ids)
+    assert head.init_from_target(target.weights())[-1] == "lm_head = the target's rows"
+    assert torch.equal(head.lm_head.weight, target.weights().lm_head[ids])
+    frozen = build_head(parse_head({"kind": "mtp", "draft_vocab_size": 64}), target.shape, ids)
+    frozen.attach(target.weights())
+    assert torch.equal(frozen.lm_head_weight(), target.weights().lm_head[ids])
+
+
+@pytest.mark.parametrize("context", ["first", "own"])
+def test_one_text_learned_by_heart_is_drafted_to_its_depth(context):
+    """Also what was trained in FastMTP's context drafts deep in decoding's, if less well."""
+    target = Target.of(tiny.model(num_hidden_layers=4, tie_word_embeddings=False, initializer_range=0.2))
+    ids = torch.randint(3, 384, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    batch = Batch.pack([Row(ids, [1] * 30)])
+    torch.manual_seed(2)
+    config = parse_head({"kind": "mtp", "depth": 3, "labels": "soft", "context": context})
+    head = build_head(config, target.shape, None)
+    head.attach(target.weights())
+    head.init_from_target(target.weights())
+    features = target.features(batch, head.wants())
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3, weight_decay=0.0)
+    for _ in range(40):
+        optimizer.zero_grad()
+        sums = head.loss(batch, features, target.teacher(), 3)
+        (sums.total / sums.count).backward()
+        optimizer.step()
+    head.eval()
+    sums = head.loss(batch, features, target.teacher(), 3)
+    tau = 1 + (sums.chain_hits / sums.chain_pairs).cumprod(0).sum()
+    assert tau > 2.5
+
+
+def test_bf16_autocast_stays_near_fp32():
+    case = head_of(tiny.rows((40, 30), vocab=V), dtype=torch.float32, qk_norm=True)
+    exact = fast(*case)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = fast(*case)
+    # bf16 keeps 8 bits: the mean of some 150 losses moves by less than 2 %
+    torch.testing.assert_close(rough.total, exact.total, rtol=0.02, atol=0)
+    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients(case[0], rough.total).values())
+
+
+def test_no_engine_loads_it_alone_and_contradictions_are_refused():
+    head = build_head(parse_head({"kind": "mtp"}), SHAPE, None)
+    assert head.dialects == () and head.max_depth is None
+    for call in (lambda: head.export_spec("vllm"), lambda: Mtp.expected_tensors("vllm", {})):
+        with pytest.raises(KeyError):
+            call()
+    with pytest.raises(RecipeError, match="needs the target's distribution"):
+        parse_head({"kind": "mtp", "loss": "tv"})
+
+
+def test_flops_and_kept_values_grow_with_depth_and_context():
+    batch = Batch.pack(PATTERNS["two turns"])
+    first, own = (build_head(parse_head({"kind": "mtp", "context": c}), SHAPE, None) for c in ("first", "own"))
+    assert first.flops(batch, 1) == own.flops(batch, 1)
+    assert first.flops(batch, 1) < first.flops(batch, 3) < own.flops(batch, 3)
+    assert first.kept_values(66, 30, 3) < own.kept_values(66, 30, 3)
