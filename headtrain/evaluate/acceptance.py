@@ -1,33 +1,32 @@
-"""Acceptance by lossless decoding: every prompt once without and once with drafts, batch 1, on the same machine."""
+"""Acceptance by lossless decoding: every prompt once without and once with each drafter, batch 1, on one machine."""
 
 from __future__ import annotations
 
 import math
 import platform
-import sys
-import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as changed
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .. import __version__
 from ..config import digest
-from ..decode.drafters import Drafter, HeadDrafter
-from ..decode.generate import Generation, generate
-from ..heads.base import DraftHead
-from .results import Difference, Evaluation, PromptResult, Side
+from ..decode.drafters import Drafter
+from ..decode.generate import Generation, Round, generate
+from .journal import Journal
+from .progress import progress
+from .replay import match, replay
+from .results import DECODE, REPLAY, Difference, Evaluation, PromptResult, Side
+from .sweep import Sweep
 
 if TYPE_CHECKING:
     from ..target.model import Target
 
 WARM_UP = 8  # new tokens of the untimed decodings at the start
-LINE_EVERY = 30.0  # seconds between progress lines where stderr is no terminal
 
 
 @dataclass(frozen=True)
@@ -63,75 +62,170 @@ def load_prompts(
         messages = conversation.messages
         while messages[-1]["role"] == "assistant":
             messages = messages[:-1]
-        asked = replace(conversation, messages=messages, verbatim=False)
+        asked = changed(conversation, messages=messages, verbatim=False)
         prompts.append(Prompt(renderer.prompt_ids(asked), conversation.route or "other", conversation.id))
     return prompts
 
 
-def evaluate(
-    target: Target,
-    head: DraftHead | Drafter,
-    prompts: Sequence[Prompt],
-    *,
-    k: int = 5,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    max_new_tokens: int = 128,
-    seed: int = 0,
-    eos_ids: Collection[int] | None = None,
-    quiet: bool = False,
-) -> Evaluation:
-    """Decode every prompt plainly and speculatively and record what happened.
+@dataclass(frozen=True)
+class Case:
+    """k: the depth of its drafts. replay: find the rounds from one batched pass (chains at temperature 0)."""
 
-    The two decodings of a prompt follow each other, the order alternating from prompt to prompt, so that a machine
-    that grows slower or warmer hits both alike; short untimed decodings come first. head: a trained head (attached
-    to the target's tensors here), or any drafter. eos_ids: None for the target's own. Raises ValueError for no
-    prompts, a chain that the head cannot draft, or a prompt longer than the target's context.
+    drafter: Drafter
+    k: int
+    temperature: float = 0.0
+    replay: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all cases share. eos_ids: None for the target's own."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 128
+    seed: int = 0
+    eos_ids: Collection[int] | None = None
+
+
+def measure(
+    target: Target,
+    cases: Sequence[Case],
+    prompts: Sequence[Prompt],
+    settings: Settings = Settings(),  # noqa: B008 (frozen)
+    *,
+    journal: Path | None = None,
+    quiet: bool = False,
+) -> Sweep:
+    """Decode every prompt plainly and with every case, batch 1, and record what happened.
+
+    The decodings of a prompt follow each other, in an order that rotates from prompt to prompt, so that a machine that
+    grows slower or warmer hits all alike; short untimed decodings come first. journal: a file that each finished
+    prompt is appended to; an interrupted measurement of the same cases and prompts goes on from there, and the file is
+    removed at the end. Raises ValueError for no prompts, a draft that a drafter cannot make, a prompt longer than the
+    target's context, or a replay of anything but greedy chains.
     """
     if not prompts:
         raise ValueError("no prompts to evaluate")
+    if not cases:
+        raise ValueError("no drafter to evaluate")
     context = target.shape.max_positions
     if long := [f"{p.id} ({len(p.ids)})" for p in prompts if len(p.ids) > context]:
         raise ValueError(f"prompts longer than the target's context of {context} tokens: {', '.join(long)}")
-    drafter = _drafter(target, head)
-    drafter.check(k, context)
-    settings = {
-        "k": k,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
-        "eos_ids": sorted(target.eos_ids if eos_ids is None else eos_ids),
-    }
-    both: dict[str, Drafter | None] = {"plain": None, "speculative": drafter}
-    evaluation = Evaluation(_describe_target(target), describe_drafter(head), settings, _versions(target))
-
-    def decode(prompt: Prompt, number: int, side: str, limit: int) -> Generation:
-        chosen = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed + number, "eos_ids": eos_ids}
-        return generate(target, prompt.ids, drafter=both[side], k=k, max_new_tokens=limit, **chosen)
-
-    for side in both:
-        decode(prompts[0], 0, side, min(WARM_UP, max_new_tokens))
-    with _progress(len(prompts), quiet) as advance:
+    for case in cases:
+        case.drafter.check(case.k, context)
+        if case.replay and (case.temperature > 0 or case.drafter.tree):
+            raise ValueError("replay answers greedy chains only: use decoding for trees and for temperatures above 0")
+    run = _Measurement(target, cases, settings)
+    sweep = Sweep(_describe_target(target), _versions(target), [run.empty(case) for case in cases])
+    for case in sweep.cases:
+        case.target, case.versions = sweep.target, sweep.versions
+    key = digest([sweep.target, [[c.drafter, c.settings] for c in sweep.cases], [[p.ids, p.route] for p in prompts]])
+    with Journal(journal, key) as done, progress(len(prompts), "decoding", quiet) as advance:
+        if len(done) < len(prompts):
+            run.warm_up(prompts[0])
         for number, prompt in enumerate(prompts):
-            order = list(both) if number % 2 == 0 else list(both)[::-1]
-            outs = {side: decode(prompt, number, side, max_new_tokens) for side in order}
-            plain, speculative = outs["plain"], outs["speculative"]
-            evaluation.results.append(
-                PromptResult(
-                    id=prompt.id or str(number),
-                    route=prompt.route,
-                    prompt_tokens=len(prompt.ids),
-                    plain=Side.of(plain),
-                    speculative=Side.of(speculative),
-                    rounds=speculative.rounds,
-                    difference=first_difference(plain, speculative) if temperature == 0 else None,
-                )
-            )
+            if number >= len(done):
+                done.append([result.to_dict() for result in run.prompt(number, prompt)])
+            for case, record in zip(sweep.cases, done[number], strict=True):
+                case.results.append(PromptResult.from_dict(record))
             advance()
-    return evaluation
+    return sweep
+
+
+class _Measurement:
+    def __init__(self, target: Target, cases: Sequence[Case], settings: Settings) -> None:
+        self.target, self.cases, self.settings = target, cases, settings
+
+    def empty(self, case: Case) -> Evaluation:
+        shared = self.settings
+        settings = {
+            "k": case.k,
+            "tree": case.drafter.tree,
+            "temperature": case.temperature,
+            "top_p": shared.top_p,
+            "top_k": shared.top_k,
+            "max_new_tokens": shared.max_new_tokens,
+            "seed": shared.seed,
+            "eos_ids": sorted(self.target.eos_ids if shared.eos_ids is None else shared.eos_ids),
+            "mode": REPLAY if case.replay else DECODE,
+        }
+        return Evaluation({}, case.drafter.describe(), settings, {})
+
+    def decode(
+        self, prompt: Prompt, number: int, case: Case | None, temperature: float, limit: int | None = None
+    ) -> Generation:
+        shared = self.settings
+        return generate(
+            self.target,
+            prompt.ids,
+            drafter=None if case is None else case.drafter,
+            k=1 if case is None else case.k,
+            max_new_tokens=shared.max_new_tokens if limit is None else limit,
+            temperature=temperature,
+            top_p=shared.top_p,
+            top_k=shared.top_k,
+            seed=shared.seed + number,
+            eos_ids=shared.eos_ids,
+        )
+
+    def warm_up(self, prompt: Prompt) -> None:
+        limit = min(WARM_UP, self.settings.max_new_tokens)
+        for case in (None, *(c for c in self.cases if not c.replay)):
+            self.decode(prompt, 0, case, 0.0 if case is None else case.temperature, limit)
+
+    def prompt(self, number: int, prompt: Prompt) -> list[PromptResult]:
+        """One result for each case."""
+        results: dict[int, PromptResult] = {}
+        for temperature in dict.fromkeys(case.temperature for case in self.cases):
+            timed = [n for n, c in enumerate(self.cases) if c.temperature == temperature and not c.replay]
+            turn = [None, *timed]
+            at = number % len(turn)
+            outs = {
+                n: self.decode(prompt, number, None if n is None else self.cases[n], temperature)
+                for n in turn[at:] + turn[:at]
+            }
+            plain = outs.pop(None)
+            for n, out in outs.items():
+                difference = first_difference(plain, out) if temperature == 0 else None
+                results[n] = self._result(number, prompt, plain, Side.of(out), out.rounds, difference)
+            for n, rounds in self._replayed(prompt, plain, temperature).items():
+                side = Side(len(plain.tokens), plain.stop, 0.0, 0.0, 0.0, 0.0)
+                results[n] = self._result(number, prompt, plain, side, rounds, None)
+        return [results[n] for n in range(len(self.cases))]
+
+    def _replayed(self, prompt: Prompt, plain: Generation, temperature: float) -> dict[int, list[Round]]:
+        """One pass for each drafter serves all its chain lengths."""
+        wanted = [n for n, c in enumerate(self.cases) if c.replay and c.temperature == temperature]
+        deepest: dict[int, int] = {}
+        for n in wanted:
+            drafter = id(self.cases[n].drafter)
+            deepest[drafter] = max(deepest.get(drafter, 0), self.cases[n].k)
+        drafters = {id(c.drafter): c.drafter for c in self.cases}
+        found = {i: match(self.target, drafters[i], prompt.ids, plain.tokens, k) for i, k in deepest.items()}
+        ends = {"limit": self.settings.max_new_tokens, "context": self.target.shape.max_positions}
+        return {
+            n: replay(found[id(self.cases[n].drafter)], self.cases[n].k, prompt=len(prompt.ids), **ends) for n in wanted
+        }
+
+    @staticmethod
+    def _result(
+        number: int,
+        prompt: Prompt,
+        plain: Generation,
+        side: Side,
+        rounds: list[Round],
+        difference: Difference | None,
+    ) -> PromptResult:
+        return PromptResult(
+            id=prompt.id or str(number),
+            route=prompt.route,
+            prompt_tokens=len(prompt.ids),
+            plain=Side.of(plain),
+            speculative=side,
+            rounds=rounds,
+            difference=difference,
+        )
 
 
 def first_difference(plain: Generation, speculative: Generation) -> Difference | None:
@@ -148,32 +242,16 @@ def first_difference(plain: Generation, speculative: Generation) -> Difference |
     )
 
 
-def _drafter(target: Target, head: DraftHead | Drafter) -> Drafter:
-    if not isinstance(head, DraftHead):
-        return head
-    head.attach(target.weights())
-    return HeadDrafter(head.to(target.device))
-
-
-def describe_drafter(head: DraftHead | Drafter) -> dict[str, Any]:
-    """Kind, and for a head the sha256 of its config and its trained depth."""
-    if isinstance(head, HeadDrafter):
-        head = head.head
-    if not isinstance(head, DraftHead):
-        return {"kind": type(head).__name__}
-    config = head.config.model_dump(mode="json")
-    return {
-        "kind": head.config.kind,
-        "config_sha256": digest(config),
-        "depth": head.wants().depth,
-        "draft_vocab": head.draft_vocab_size,
-        "dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
-    }
-
-
 def _describe_target(target: Target) -> dict[str, Any]:
     identity = target.identity
-    return {"name": identity.name, "revision": identity.revision, "dtype": identity.dtype, "weights": identity.weights}
+    return {
+        "name": identity.name,
+        "revision": identity.revision,
+        "dtype": identity.dtype,
+        "weights": identity.weights,
+        "parameters": sum(p.numel() for p in target.model.parameters()),
+        "model_type": target.shape.model_type,
+    }
 
 
 def _versions(target: Target) -> dict[str, Any]:
@@ -189,29 +267,3 @@ def _versions(target: Target) -> dict[str, Any]:
         "device": f"{device.type}: {name}",
         "threads": torch.get_num_threads(),
     }
-
-
-@contextmanager
-def _progress(total: int, quiet: bool) -> Iterator[Any]:
-    """A bar with the remaining time on a terminal, a line now and then elsewhere; on stderr."""
-    console = Console(stderr=True, quiet=quiet, soft_wrap=True, highlight=False)
-    columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(
-        *columns, TextColumn("left"), TimeRemainingColumn(), console=console, disable=quiet or not sys.stderr.isatty()
-    )
-    task = bar.add_task("decoding", total=total)
-    started = spoken = time.monotonic()
-    done = 0
-
-    def advance() -> None:
-        nonlocal done, spoken
-        done += 1
-        bar.advance(task)
-        now = time.monotonic()
-        if bar.disable and (now - spoken >= LINE_EVERY or done == total):
-            spoken = now
-            left = (now - started) / done * (total - done)
-            console.print(f"decoded {done}/{total} prompts, {left:.0f} s left", markup=False)
-
-    with bar:
-        yield advance

@@ -1,133 +1,223 @@
-"""An evaluation for people: one table for the console, one HTML file that needs nothing else."""
+"""A sweep for people: tables for the console, one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from html import escape
 
 from rich import box
 from rich.table import Table
 
-from .results import ALL, Evaluation, RouteSummary
+from .curves import Series, html_list, html_table, line_plot, page
+from .results import ALL, DECODE, STORED, Evaluation, RouteSummary
+from .sweep import Sweep
 
 BLUE, GREY = "#2f6fb3", "#9aa5b1"
 
 
-def table(evaluation: Evaluation) -> Table:
+def tables(sweep: Sweep) -> list[Table]:
+    """What to print: the case by route where there is one, else all cases, and tau of each by route."""
+    if len(sweep.cases) == 1:
+        return [route_table(sweep.cases[0])]
+    return [case_table(sweep), matrix(sweep)]
+
+
+def route_table(case: Evaluation) -> Table:
     """A row for each route and one for all; 80 columns wide for a chain of 5. Print it with a rich Console."""
-    k = evaluation.settings["k"]
-    out = Table(box=box.SIMPLE_HEAD, padding=0, caption_justify="left", caption_style="dim")
-    out.caption = caption(evaluation)
+    k = case.settings["k"]
+    out = _table("\n".join(caption(case)))
     out.add_column("route", no_wrap=True, max_width=13)
     for name in ("n", "tau ±", *[f"α{j}" for j in range(1, k + 1)], "plain", "spec", "speed", "equal"):
         out.add_column(name, justify="right", no_wrap=True)
-    for s in evaluation.summaries():
+    for s in case.summaries():
         if s.route == ALL:
             out.add_section()
         out.add_row(*cells(s), style="bold" if s.route == ALL else "")
     return out
 
 
+def case_table(sweep: Sweep) -> Table:
+    """A row for each case, all routes together."""
+    timed = next((case for case in sweep.cases if case.timed), None)
+    lines = [
+        f"{sweep.target['name']} ({sweep.target['dtype']}), {len(sweep.cases[0].results)} prompts; "
+        "tau: tokens for each target forward, the target's own included, ± 95 % over prompts",
+        "nodes: drafted tokens a round; draft, verify: milliseconds of a round; spec: tokens/s with drafts",
+    ]
+    if timed:
+        s = timed.summary()
+        lines.append(f"without drafts: {s.plain_rate:.1f} tokens/s, {1e3 * s.plain_step:.1f} ms a forward")
+    for case in sweep.cases:
+        lines += difference_lines(case, shown=2)
+    out = _table("\n".join(lines))
+    out.add_column("drafter", overflow="fold")
+    for name in ("tau ±", "nodes", "draft", "verify", "spec", "speed", "equal"):
+        out.add_column(name, justify="right", no_wrap=True)
+    best = max((c.summary().speedup for c in sweep.cases if c.timed), default=math.nan)
+    for case in sweep.cases:
+        s = case.summary()
+        out.add_row(
+            title(case),
+            _tau(s),
+            _number(s.nodes, ".1f"),
+            _number(1e3 * s.draft_step, ".1f"),
+            _number(1e3 * s.verify_step, ".1f"),
+            _number(s.speculative_rate, ".1f"),
+            _number(s.speedup, ".2f", "x"),
+            _equal(s),
+            style="bold" if case.timed and s.speedup == best else "",
+        )
+    return out
+
+
+def matrix(sweep: Sweep) -> Table:
+    """tau of each case by route."""
+    routes = sweep.cases[0].routes
+    out = _table("tau by route")
+    out.add_column("drafter", overflow="fold")
+    for route in routes:
+        out.add_column(route, justify="right", no_wrap=True, max_width=9)
+    for case in sweep.cases:
+        out.add_row(title(case), *(_number(case.summary(route).tau, ".2f") for route in routes))
+    return out
+
+
+def title(case: Evaluation) -> str:
+    """ "eagle3, chain of 5", with the temperature where it is not greedy and the mode where it was not decoded."""
+    t, mode = case.settings["temperature"], case.settings["mode"]
+    warm = f", T {t:g}" if t else ""
+    return f"{case.drafter['kind']}, {case.shape}{warm}" + (f" ({mode})" if mode != DECODE else "")
+
+
 def cells(s: RouteSummary) -> list[str]:
     """One summary as text; what was not measured is a dash."""
-    half = _number((s.tau_high - s.tau_low) / 2, ".2f")
     return [
         s.route,
         str(s.prompts),
-        f"{s.tau:.2f} ±{half}" if s.rounds else "-",
+        _tau(s),
         *[f"{a / o:.2f}".removeprefix("0")[:3] if o else "-" for a, o in s.alpha],
         _number(s.plain_rate, ".0f" if s.plain_rate >= 100 else ".1f"),
         _number(s.speculative_rate, ".0f" if s.speculative_rate >= 100 else ".1f"),
         _number(s.speedup, ".2f", "x"),
-        "-" if s.identical is None else f"{s.identical}/{s.prompts}",
+        _equal(s),
     ]
 
 
-def _with_interval(s: RouteSummary) -> str:
-    interval = "" if math.isnan(s.tau_low) else f"  ({s.tau_low:.2f} to {s.tau_high:.2f})"
-    return f"{s.tau:.2f}{interval}"
-
-
-def _number(value: float, form: str, unit: str = "") -> str:
-    return "-" if math.isnan(value) else f"{value:{form}}{unit}"
-
-
-def caption(evaluation: Evaluation) -> str:
+def caption(case: Evaluation) -> list[str]:
     """What the columns mean, where the time went, and every text that differed."""
-    s, settings = evaluation.summary(), evaluation.settings
+    s, settings = case.summary(), case.settings
     how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
-    drafter = evaluation.drafter["kind"]
     lines = [
-        f"{drafter} on {evaluation.target['name']} ({evaluation.target['dtype']}), chain of {settings['k']}, {how}, "
+        f"{case.drafter['kind']} on {case.target['name']} ({case.target['dtype']}), {case.shape}, {how}, "
         f"up to {settings['max_new_tokens']} new tokens",
         "tau: tokens for each target forward, the target's own included, ± 95 % over prompts; "
         "αk: k-th draft accepted where all before were; plain, spec: tokens/s without and with drafts",
     ]
-    if s.rounds:
+    if settings["mode"] == STORED:
+        lines.append("teacher-forced on stored rows, nothing decoded: as decoding only where their answers are greedy")
+    if s.rounds and case.timed:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in s.shares.items())
         lines.append(f"time with drafts: {shares}")
         if s.speedup < 1:
             lines.append(
-                f"slower than without drafts here: a forward of {settings['k'] + 1} tokens costs more here "
+                f"slower than without drafts here: a forward of {s.nodes + 1:.0f} tokens costs more here "
                 f"than tau {s.tau:.2f} gives back; try a smaller --k"
             )
-    lines += difference_lines(evaluation)
-    return "\n".join(lines)
+    return lines + difference_lines(case)
 
 
-def difference_lines(evaluation: Evaluation, shown: int = 5) -> list[str]:
+def difference_lines(case: Evaluation, shown: int = 5) -> list[str]:
     """One line for each of the first ``shown`` greedy texts that are not the target's own."""
     lines = [
         f"{r.id}: the texts part at new token {r.difference.position} (the best two logits are "
         f"{r.difference.gap:.2g} apart there)"
-        for r in evaluation.differences[:shown]
+        for r in case.differences[:shown]
     ]
-    more = len(evaluation.differences) - shown
+    more = len(case.differences) - shown
     return lines + ([f"... and {more} more that part"] if more > 0 else [])
 
 
-def html_report(evaluation: Evaluation) -> str:
-    """One self-contained page: tau by route, alpha by depth, the table. Readable on a phone; no scripts."""
-    summaries = evaluation.summaries()
-    whole = summaries[-1]
-    title = f"{evaluation.drafter['kind']} on {evaluation.target['name']}"
-    alpha = [(f"depth {j}", a / o, f"{a / o:.2f}  ({a}/{o})") for j, (a, o) in enumerate(whole.alpha, 1) if o]
-    taus = [(s.route, s.tau, f"{s.tau:.2f}  ({s.tau_low:.2f} to {s.tau_high:.2f})") for s in summaries if s.rounds > 0]
-    head = ["route", "prompts", "tau", *[f"α{j}" for j in range(1, evaluation.settings["k"] + 1)]]
-    head += ["tokens/s plain", "tokens/s with drafts", "speed-up", "identical"]
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(s))}</tr>\n" for s in summaries)
-    notes = "".join(f"<li>{escape(line)}</li>\n" for line in caption(evaluation).splitlines())
-    made = ", ".join(f"{name} {value}" for name, value in evaluation.versions.items())
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 1rem auto; padding: 0 1rem; color: #1d2733; }}
-h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
-svg {{ width: 100%; height: auto; }} svg text {{ font: 13px system-ui, sans-serif; fill: #1d2733; }}
-.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: .85rem; }}
-th, td {{ padding: .25rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #d9dee4; }}
-th:first-child, td:first-child {{ text-align: left; }} tr:last-child {{ font-weight: bold; }}
-li, footer {{ font-size: .85rem; }} footer {{ color: #5b6773; }}
-</style></head><body>
-<h1>{escape(title)}</h1>
-<h2>tau by route: tokens for each target forward</h2>
-{bars(taus, start=1.0)}
-<h2>Acceptance by depth, all routes</h2>
-{bars(alpha)}
-<h2>All numbers</h2>
-<div class="wide"><table><thead><tr>{"".join(f"<th>{escape(name)}</th>" for name in head)}</tr></thead>
-<tbody>
-{rows}</tbody></table></div>
-<ul>
-{notes}</ul>
-<footer>{escape(made)}</footer>
-</body></html>
-"""
+# -- HTML --------------------------------------------------------------------------------------------------------
 
 
-def bars(items: list[tuple[str, float, str]], start: float = 0.0) -> str:
+def html_report(sweep: Sweep) -> str:
+    """One self-contained page: tau by route, alpha by depth, speed-up over k, every table. Readable on a phone; no
+    scripts."""
+    head = sweep.headline
+    taus = [(s.route, s.tau, f"{s.tau:.2f}{_interval(s)}") for s in head.summaries() if s.rounds > 0]
+    sections = [
+        (f"tau by route: {title(head)}", bars(taus, start=1.0)),
+        ("Acceptance by depth, all routes", _alpha_plot(sweep)),
+    ]
+    if lines := _over_k(sweep, "tau"):
+        sections.append(("tau over k", line_plot(lines, "tau over k", "k", "tau", y_from=1.0)))
+    if lines := _over_k(sweep, "speedup"):
+        plot = line_plot(lines, "measured speed-up over k", "k", "speed-up", y_from=0.0, reference=1.0)
+        sections.append(("Measured speed-up over k (dashed: no drafts)", plot))
+    if len(sweep.cases) > 1:
+        sections.append(("All cases", _cases_html(sweep)))
+    for case in sweep.cases:
+        names = ["route", "prompts", "tau", *[f"α{j}" for j in range(1, case.settings["k"] + 1)]]
+        names += ["tokens/s plain", "tokens/s with drafts", "speed-up", "identical"]
+        sections.append((title(case), html_table(names, map(cells, case.summaries())) + html_list(caption(case))))
+    made = ", ".join(f"{name} {value}" for name, value in sweep.versions.items())
+    sections.append(("Made with", html_list([made])))
+    kinds = ", ".join(dict.fromkeys(case.drafter["kind"] for case in sweep.cases))
+    return page(f"{kinds} on {sweep.target['name']}", sections)
+
+
+def _cases_html(sweep: Sweep) -> str:
+    routes = sweep.cases[0].routes
+    names = ["drafter", "tau", "draft ms", "verify ms", "speed-up", "identical", *(f"tau {route}" for route in routes)]
+    rows = []
+    for case in sweep.cases:
+        s = case.summary()
+        row = [title(case), _tau(s), _number(1e3 * s.draft_step, ".1f"), _number(1e3 * s.verify_step, ".1f")]
+        row += [_number(s.speedup, ".2f", "x"), _equal(s)]
+        rows.append([*row, *(_number(case.summary(route).tau, ".2f") for route in routes)])
+    return html_table(names, rows)
+
+
+def _alpha_plot(sweep: Sweep) -> str:
+    """A line for the deepest chain of each drafter and temperature, and one for each tree."""
+    series = []
+    for case in _deepest(sweep):
+        points = [(float(j), a / o) for j, (a, o) in enumerate(case.summary().alpha, 1) if o]
+        if points:
+            series.append(Series(title(case), points))
+    return line_plot(series, "acceptance by depth", "depth", "accepted where all before were", y_from=0.0)
+
+
+def _deepest(sweep: Sweep) -> list[Evaluation]:
+    groups: dict[tuple, Evaluation] = {}
+    for case in sweep.cases:
+        key = (_key(case), case.settings["tree"])
+        if key not in groups or case.settings["k"] > groups[key].settings["k"]:
+            groups[key] = case
+    return list(groups.values())
+
+
+def _key(case: Evaluation) -> tuple:
+    return case.drafter["kind"], case.drafter["label"], case.settings["temperature"], case.settings["mode"]
+
+
+def _over_k(sweep: Sweep, what: str) -> list[Series]:
+    """``what`` of every drafter whose chains were measured at several lengths."""
+    groups: dict[tuple, list[Evaluation]] = {}
+    for case in sweep.cases:
+        if not case.settings["tree"]:
+            groups.setdefault(_key(case), []).append(case)
+    series = []
+    for cases in groups.values():
+        points = sorted((float(c.settings["k"]), getattr(c.summary(), what)) for c in cases)
+        if len(points) > 1 and any(math.isfinite(y) for _, y in points):
+            t = cases[0].settings["temperature"]
+            series.append(Series(cases[0].drafter["kind"] + (f", T {t:g}" if t else ""), points))
+    return series
+
+
+def bars(items: Sequence[tuple[str, float, str]], start: float = 0.0) -> str:
     """Horizontal bars as inline SVG: (label, value, what is written beside it). ``start``: the value of a bar of no
     length (a plain decoder has tau 1); the longest scale end is the next whole number."""
     if not items:
@@ -150,3 +240,24 @@ def bars(items: list[tuple[str, float, str]], start: float = 0.0) -> str:
         f'<svg viewBox="0 0 {left + width + 160} {height}" role="img" aria-label="{escape(summary)}">'
         f"{''.join(parts)}</svg>"
     )
+
+
+def _table(caption: str) -> Table:
+    return Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left", caption_style="dim")
+
+
+def _tau(s: RouteSummary) -> str:
+    half = _number((s.tau_high - s.tau_low) / 2, ".2f")
+    return f"{s.tau:.2f} ±{half}" if s.rounds else "-"
+
+
+def _interval(s: RouteSummary) -> str:
+    return "" if math.isnan(s.tau_low) else f"  ({s.tau_low:.2f} to {s.tau_high:.2f})"
+
+
+def _equal(s: RouteSummary) -> str:
+    return "-" if s.identical is None else f"{s.identical}/{s.prompts}"
+
+
+def _number(value: float, form: str, unit: str = "") -> str:
+    return "-" if math.isnan(value) else f"{value:{form}}{unit}"

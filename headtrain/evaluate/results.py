@@ -17,9 +17,10 @@ from ..decode.generate import Generation, Round
 from ..metadata import RouteAcceptance
 
 ALL = "all"
-FORMAT = 1
 RESAMPLES = 2000
 FEWEST = 3  # prompts of an interval: resampling one prompt would claim certainty
+
+DECODE, REPLAY, STORED = "decode", "replay", "stored"  # how a case was measured, see ``Evaluation.settings``
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,20 @@ class PromptResult:
     rounds: list[Round]
     difference: Difference | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "rounds": [[x.drafted, x.accepted, x.committed, x.nodes] for x in self.rounds]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> PromptResult:
+        """Raises KeyError, TypeError for a damaged record."""
+        more = {
+            "plain": Side(**data["plain"]),
+            "speculative": Side(**data["speculative"]),
+            "rounds": [Round(*x) for x in data["rounds"]],
+            "difference": None if data["difference"] is None else Difference(**data["difference"]),
+        }
+        return cls(**{**data, **more})
+
 
 @dataclass(frozen=True)
 class RouteSummary:
@@ -75,8 +90,10 @@ class RouteSummary:
     tau: tokens committed for each target forward after prefill, the target's own token included; NaN without rounds.
     tau_low, tau_high: a 95 % interval by resampling prompts, NaN for fewer than ``FEWEST``. alpha[j-1]: [accepted,
     offered] of the j-th drafted token where all before were accepted; cumulative: the running product of their
-    ratios. Rates: tokens after the first, by seconds after prefill. shares: of the speculative decode time, by
-    phase. identical: of ``prompts`` greedy texts (None at temperature > 0).
+    ratios. nodes: drafted tokens a round. Rates: tokens after the first, by seconds after prefill. shares: of the
+    speculative decode time, by phase. plain_step, draft_step, verify_step: seconds of one plain forward, of one
+    round's drafting and of its verification. What was not timed (replay) is NaN. identical: of ``prompts`` greedy
+    texts (None where nothing was compared).
     """
 
     route: str
@@ -93,11 +110,21 @@ class RouteSummary:
     speedup: float
     shares: dict[str, float]
     identical: int | None
+    nodes: float = math.nan
+    plain_step: float = math.nan
+    draft_step: float = math.nan
+    verify_step: float = math.nan
 
 
 @dataclass
 class Evaluation:
-    """target, drafter: who was measured; settings: k, temperature, ...; versions: of the software and the machine."""
+    """One case: a drafter, drafting one shape at one temperature.
+
+    target, drafter: who was measured. settings: k (depth), tree ("" for chains), temperature, top_p, top_k,
+    max_new_tokens, seed, eos_ids, and mode: "decode" (decoded and timed), "replay" (the rounds that decoding would
+    have had, from one batched pass: not timed), "stored" (replayed on stored rows). versions: of the software and the
+    machine.
+    """
 
     target: dict[str, Any]
     drafter: dict[str, Any]
@@ -111,7 +138,16 @@ class Evaluation:
         return list(dict.fromkeys(r.route for r in self.results))
 
     def summary(self, route: str = ALL) -> RouteSummary:
-        return summarise(route, self._of(route), self.settings["k"], self.settings["temperature"])
+        return summarise(route, self._of(route), self.settings)
+
+    @property
+    def timed(self) -> bool:
+        return self.settings["mode"] == DECODE
+
+    @property
+    def shape(self) -> str:
+        """What is drafted in a round, for people."""
+        return self.settings["tree"] or f"chain of {self.settings['k']}"
 
     def summaries(self) -> list[RouteSummary]:
         """One for each route, and ``ALL`` last."""
@@ -140,53 +176,35 @@ class Evaluation:
         return out
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON. ``acceptance`` and ``summary`` follow from ``results`` and are there for readers; NaN is null."""
-        return _clean(
+        """JSON without what a ``Sweep`` shares (target, versions). ``summary`` follows from ``results`` and is there
+        for readers; NaN is null."""
+        return clean(
             {
-                "format": FORMAT,
-                "target": self.target,
                 "drafter": self.drafter,
                 "settings": self.settings,
-                "versions": self.versions,
-                "acceptance": {name: r.model_dump(mode="json") for name, r in self.acceptance().items()},
                 "summary": [asdict(s) for s in self.summaries()],
-                "results": [
-                    {**asdict(r), "rounds": [[x.drafted, x.accepted, x.committed] for x in r.rounds]}
-                    for r in self.results
-                ],
+                "results": [r.to_dict() for r in self.results],
             }
         )
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Evaluation:
-        """Raises ValueError for another format or a damaged record."""
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"an evaluation of format {found!r}; this headtrain reads {FORMAT}")
+    def from_dict(cls, data: dict[str, Any], target: dict[str, Any], versions: dict[str, Any]) -> Evaluation:
+        """Raises ValueError for a damaged record."""
         try:
-            results = [
-                PromptResult(
-                    **{
-                        **r,
-                        "plain": Side(**r["plain"]),
-                        "speculative": Side(**r["speculative"]),
-                        "rounds": [Round(*x) for x in r["rounds"]],
-                        "difference": None if r["difference"] is None else Difference(**r["difference"]),
-                    }
-                )
-                for r in data["results"]
-            ]
-            return cls(data["target"], data["drafter"], data["settings"], data["versions"], results)
+            results = [PromptResult.from_dict(r) for r in data["results"]]
+            case = cls(target, data["drafter"], data["settings"], versions, results)
+            case.summaries()
         except (KeyError, TypeError) as error:
             raise ValueError(f"a damaged evaluation: {type(error).__name__}: {error}") from None
+        return case
 
 
-def _clean(value: Any) -> Any:
+def clean(value: Any) -> Any:
     """JSON has no NaN or infinity."""
     if isinstance(value, dict):
-        return {k: _clean(v) for k, v in value.items()}
+        return {k: clean(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(v) for v in value]
+        return [clean(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -231,14 +249,17 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b else math.nan
 
 
-def summarise(route: str, results: Sequence[PromptResult], k: int, temperature: float) -> RouteSummary:
+def summarise(route: str, results: Sequence[PromptResult], settings: dict[str, Any]) -> RouteSummary:
     rounds = [x for r in results for x in r.rounds]
     low, high = bootstrap_tau(results)
-    alpha = alpha_counts(rounds, k)
+    alpha = alpha_counts(rounds, settings["k"])
     seconds = {name: sum(getattr(r.speculative, name) for r in results) for name in ("draft", "verify", "other")}
     total = sum(seconds.values())
-    plain_rate = _ratio(sum(r.plain.tokens - 1 for r in results), sum(r.plain.decode for r in results))
+    plain_tokens, plain_seconds = sum(r.plain.tokens - 1 for r in results), sum(r.plain.decode for r in results)
+    plain_rate = _ratio(plain_tokens, plain_seconds)
     rate = _ratio(sum(r.speculative.tokens - 1 for r in results), total)
+    timed = settings["mode"] == DECODE
+    compared = timed and settings["temperature"] == 0
     return RouteSummary(
         route=route,
         prompts=len(results),
@@ -253,5 +274,9 @@ def summarise(route: str, results: Sequence[PromptResult], k: int, temperature: 
         speculative_rate=rate,
         speedup=_ratio(rate, plain_rate),
         shares={name: _ratio(value, total) for name, value in seconds.items()},
-        identical=None if temperature > 0 else sum(r.difference is None for r in results),
+        identical=sum(r.difference is None for r in results) if compared else None,
+        nodes=_ratio(sum(x.nodes for x in rounds), len(rounds)),
+        plain_step=_ratio(plain_seconds, plain_tokens) if plain_seconds else math.nan,
+        draft_step=_ratio(seconds["draft"], len(rounds)) if timed else math.nan,
+        verify_step=_ratio(seconds["verify"], len(rounds)) if timed else math.nan,
     )

@@ -11,8 +11,11 @@ import torch
 from headtrain.config import TargetSection
 from headtrain.decode.drafters import HeadDrafter
 from headtrain.decode.generate import Generation, generate
-from headtrain.evaluate.acceptance import Prompt, evaluate, first_difference, load_prompts
-from headtrain.evaluate.results import Difference, Evaluation
+from headtrain.decode.lookup import LookupDrafter
+from headtrain.decode.tree import DynamicTree
+from headtrain.evaluate.acceptance import Case, Prompt, Settings, first_difference, load_prompts, measure
+from headtrain.evaluate.results import Difference
+from headtrain.evaluate.sweep import Sweep
 from headtrain.heads.catalog import build_head, parse_head
 from headtrain.heads.io import head_metadata
 from headtrain.target.load import load_target
@@ -28,37 +31,88 @@ def target(tmp_path_factory):
 PROMPTS = [Prompt([5, 9, 200 + n, 17], route, f"{route}-{n}") for n, route in enumerate(["a", "b", "a"])]
 
 
-def test_evaluate_records_what_generate_does(target, capsys):
-    head = build_head(parse_head({"kind": "eagle3", "draft_vocab_size": None, "depth": 3}), target.shape, None)
-    measured = evaluate(target, head, PROMPTS, k=3, max_new_tokens=16, eos_ids=())
-    assert [r.id for r in measured.results] == ["a-0", "b-1", "a-2"]
-    for prompt, r in zip(PROMPTS, measured.results, strict=True):
-        alone = generate(
-            target, prompt.ids, drafter=HeadDrafter(head), k=3, max_new_tokens=16, temperature=0.0, eos_ids=()
-        )
-        assert r.rounds == alone.rounds and r.speculative.tokens == r.plain.tokens == 16
-        assert r.plain.draft == 0 < r.plain.verify and min(r.speculative.draft, r.speculative.verify) > 0
-        assert r.difference is None
-    summary = measured.summary()
-    assert summary.identical == 3 and summary.tau >= 1 and summary.speedup > 0
-    assert measured.target["name"] == target.identity.name and measured.target["weights"] == target.identity.weights
-    assert measured.drafter["kind"] == "eagle3" and len(measured.drafter["config_sha256"]) == 64
+def head_drafter(target, plan=None, **config) -> HeadDrafter:
+    head = build_head(parse_head(config), target.shape, None)
+    head.attach(target.weights())
+    head.init_from_target(target.weights())
+    return HeadDrafter(head, plan)
+
+
+def test_the_sweep_records_what_generate_does(target, capsys):
+    drafter = head_drafter(target, kind="eagle3", draft_vocab_size=None, depth=3)
+    tree = head_drafter(target, DynamicTree(8, 3, 3), kind="eagle3", draft_vocab_size=None, depth=3)
+    cases = [Case(drafter, 3), Case(tree, 3), Case(drafter, 2, temperature=0.7)]
+    settings = Settings(max_new_tokens=16, eos_ids=())
+    sweep = measure(target, cases, PROMPTS, settings)
+    for case, measured in zip(cases, sweep.cases, strict=True):
+        assert [r.id for r in measured.results] == ["a-0", "b-1", "a-2"]
+        for number, (prompt, r) in enumerate(zip(PROMPTS, measured.results, strict=True)):
+            alone = generate(
+                target, prompt.ids, drafter=case.drafter, k=case.k, max_new_tokens=16,
+                temperature=case.temperature, eos_ids=(), seed=number,
+            )  # fmt: skip
+            assert r.rounds == alone.rounds and r.speculative.tokens == r.plain.tokens == 16
+            assert r.plain.draft == 0 < r.plain.verify and min(r.speculative.draft, r.speculative.verify) > 0
+            assert r.difference is None
+    first, bushy, warm = (case.summary() for case in sweep.cases)
+    assert first.identical == bushy.identical == 3 and warm.identical is None
+    assert first.tau >= 1 and first.speedup > 0 and bushy.nodes > 3 > first.nodes - 1 and bushy.tau >= first.tau
+    assert min(first.plain_step, first.draft_step, first.verify_step) > 0
+    assert sweep.target["name"] == target.identity.name and sweep.target["weights"] == target.identity.weights
+    measured = sweep.cases[0]
+    assert measured.drafter["kind"] == "eagle3" and measured.drafter["config"]["depth"] == 3
     assert measured.settings["seed"] == 0 and measured.versions["torch"] == torch.__version__
-    assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
-    metadata = head_metadata(head, target.identity, acceptance=measured.acceptance())
-    assert metadata.acceptance["all"].alpha == summary.alpha
+    assert Sweep.from_dict(json.loads(json.dumps(sweep.to_dict()))).cases[1] == sweep.cases[1]
+    assert sweep.headline is measured
+    metadata = head_metadata(drafter.head, target.identity, acceptance=measured.acceptance())
+    assert metadata.acceptance["all"].alpha == first.alpha
     printed = capsys.readouterr()
-    assert printed.out == "" and "decoded 3/3 prompts" in printed.err
+    assert printed.out == "" and "decoding: 3/3" in printed.err
 
 
-def test_sampling_is_repeatable_and_claims_no_equality(target):
-    head = build_head(parse_head({"kind": "medusa", "num_heads": 2}), target.shape, None)
-    runs = [
-        evaluate(target, head, PROMPTS[:2], k=2, max_new_tokens=8, temperature=0.8, top_p=0.9, seed=4, quiet=True)
-        for _ in range(2)
-    ]
+def test_sampling_is_repeatable(target):
+    cases = [Case(head_drafter(target, kind="medusa", num_heads=2), 2, temperature=0.8)]
+    settings = Settings(max_new_tokens=8, top_p=0.9, seed=4)
+    runs = [measure(target, cases, PROMPTS[:2], settings, quiet=True).cases[0] for _ in range(2)]
     assert [r.rounds for r in runs[0].results] == [r.rounds for r in runs[1].results]
-    assert runs[0].summary().identical is None
+
+
+def test_an_interrupted_measurement_goes_on(target, tmp_path, monkeypatch):
+    """The finished prompts are kept, a cut line is not; another measurement does not take them for its own."""
+    from headtrain.evaluate import acceptance as module
+
+    cases = [Case(head_drafter(target, kind="medusa", num_heads=2), 2), Case(LookupDrafter(), 2, replay=True)]
+    settings, journal = Settings(max_new_tokens=8), tmp_path / "journal"
+    prompt_of = module._Measurement.prompt
+
+    def stop_at(last):
+        def prompt(self, number, prompt):
+            asked.append(number)
+            if number == last:
+                raise KeyboardInterrupt
+            return prompt_of(self, number, prompt)
+
+        return prompt
+
+    asked: list[int] = []
+    monkeypatch.setattr(module._Measurement, "prompt", stop_at(2))
+    with pytest.raises(KeyboardInterrupt):
+        measure(target, cases, PROMPTS, settings, journal=journal, quiet=True)
+    journal.write_text(journal.read_text() + '[{"id": "cut')
+    asked.clear()
+    monkeypatch.setattr(module._Measurement, "prompt", stop_at(None))
+    again = measure(target, cases, PROMPTS, settings, journal=journal, quiet=True)
+    assert asked == [2] and not journal.exists()
+    fresh = measure(target, cases, PROMPTS, settings, quiet=True)
+    for a, b in zip(again.cases, fresh.cases, strict=True):
+        assert [r.rounds for r in a.results] == [r.rounds for r in b.results]
+    monkeypatch.setattr(module._Measurement, "prompt", stop_at(2))
+    with pytest.raises(KeyboardInterrupt):
+        measure(target, cases, PROMPTS, settings, journal=journal, quiet=True)
+    asked.clear()
+    monkeypatch.setattr(module._Measurement, "prompt", stop_at(None))
+    measure(target, cases, PROMPTS, Settings(max_new_tokens=7), journal=journal, quiet=True)
+    assert asked == [0, 1, 2]
 
 
 class Threes:
@@ -81,11 +135,11 @@ def test_a_lossy_decoder_is_found_out(target, monkeypatch):
     """With a verification that accepts all, the texts part at the first token after an unverified one."""
     from headtrain.decode import generate as module
 
-    settings = dict(k=2, max_new_tokens=9, eos_ids=(), quiet=True)
-    honest = evaluate(target, Threes(), PROMPTS[:1], **settings)
+    settings = Settings(max_new_tokens=9, eos_ids=())
+    honest = measure(target, [Case(Threes(), 2)], PROMPTS[:1], settings, quiet=True).cases[0]
     assert honest.drafter["kind"] == "threes" and honest.summary().identical == 1 and not honest.differences
     monkeypatch.setattr(module, "verify_greedy", lambda proposal, choices: list(range(proposal.tokens.numel())))
-    lossy = evaluate(target, Threes(), PROMPTS[:1], **settings)
+    lossy = measure(target, [Case(Threes(), 2)], PROMPTS[:1], settings, quiet=True).cases[0]
     assert lossy.summary().identical == 0
     difference = lossy.differences[0].difference
     assert difference.position == 2 and difference.plain != difference.speculative and difference.gap > 1e-3
@@ -110,9 +164,18 @@ def test_first_difference():
     ],
 )
 def test_errors(target, prompts, k, message):
-    head = build_head(parse_head({"kind": "medusa", "num_heads": 2}), target.shape, None)
+    drafter = head_drafter(target, kind="medusa", num_heads=2)
     with pytest.raises(ValueError, match=message):
-        evaluate(target, head, prompts, k=k, quiet=True)
+        measure(target, [Case(drafter, k)], prompts, quiet=True)
+
+
+def test_replay_refuses_what_it_cannot_answer(target):
+    for case in (
+        Case(head_drafter(target, DynamicTree(4, 2, 2), kind="medusa", num_heads=2), 2, replay=True),
+        Case(head_drafter(target, kind="medusa", num_heads=2), 2, temperature=0.5, replay=True),
+    ):
+        with pytest.raises(ValueError, match="greedy chains only"):
+            measure(target, [case], PROMPTS, quiet=True)
 
 
 def test_prompts_are_rendered_as_served(tmp_path):

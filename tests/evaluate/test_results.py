@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from headtrain.decode.generate import Round
-from headtrain.evaluate.report import html_report, table
+from headtrain.evaluate.report import html_report, tables
 from headtrain.evaluate.results import (
     Difference,
     Evaluation,
@@ -22,6 +22,7 @@ from headtrain.evaluate.results import (
     bootstrap_tau,
     cumulative,
 )
+from headtrain.evaluate.sweep import Sweep
 
 
 def result(route, number, rounds, difference=None, plain=2.0, speculative=1.0):
@@ -37,11 +38,11 @@ def result(route, number, rounds, difference=None, plain=2.0, speculative=1.0):
     )
 
 
-def evaluation(results, k=3, temperature=0.0):
+def evaluation(results, k=3, temperature=0.0, tree="", mode="decode"):
     return Evaluation(
         target={"name": "tiny <target>", "dtype": "float32"},
-        drafter={"kind": "some"},
-        settings={"k": k, "temperature": temperature, "max_new_tokens": 32},
+        drafter={"kind": "some", "family": "head", "label": "the head", "parameters": 5},
+        settings={"k": k, "tree": tree, "temperature": temperature, "max_new_tokens": 32, "mode": mode},
         versions={"torch": "x"},
         results=results,
     )
@@ -110,45 +111,88 @@ def test_the_interval_is_seeded_and_contains_tau():
         assert all(map(math.isnan, bootstrap_tau(few)))
 
 
-def test_the_file_gives_the_evaluation_back():
-    e = some()
+def sweep(*cases) -> Sweep:
+    return Sweep(cases[0].target, cases[0].versions, list(cases))
+
+
+def test_the_file_gives_the_sweep_back(tmp_path):
+    e = sweep(some(), evaluation([result("x", 1, ROUNDS)], mode="replay"))
     text = json.dumps(e.to_dict(), allow_nan=False)
-    again = Evaluation.from_dict(json.loads(text))
+    again = Sweep.from_dict(json.loads(text))
     assert again == e and again.to_dict() == e.to_dict()
+    e.write(tmp_path / "eval.json")
+    assert Sweep.read(tmp_path / "eval.json") == e
     with pytest.raises(ValueError, match="format 99"):
-        Evaluation.from_dict({"format": 99})
-    with pytest.raises(ValueError, match="damaged"):
-        Evaluation.from_dict({**e.to_dict(), "results": [{"id": "x"}]})
+        Sweep.from_dict({"format": 99})
+    for damage in (
+        {"cases": []},
+        {"cases": [{}]},
+        {"cases": 3},
+        {"cases": [{**some().to_dict(), "results": [{"id": "x"}]}]},
+    ):
+        with pytest.raises(ValueError, match="damaged|without a case"):
+            Sweep.from_dict({**e.to_dict(), **damage})
+    (tmp_path / "eval.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        Sweep.read(tmp_path / "eval.json")
 
 
 def test_acceptance_is_what_an_export_reads():
+    """Of the first head's deepest greedy chain."""
     from headtrain.export.core import read_acceptance
 
     e = some()
-    read = read_acceptance(e.to_dict())
+    others = [
+        evaluation([result("x", 1, ROUNDS)], **more)
+        for more in ({"k": 2}, {"temperature": 0.5, "k": 9}, {"tree": "t", "k": 8})
+    ]
+    read = read_acceptance(sweep(others[1], others[0], e, others[2]).to_dict())
     assert read == e.acceptance() and list(read) == ["chat", "code", "all"]  # nothing was decoded on `empty`
     assert read["chat"].alpha == e.summary("chat").alpha and read["chat"].prompts == 2 and read["chat"].k == 3
+
+
+def test_what_was_not_timed_claims_no_speed():
+    s = evaluation([result("x", 1, ROUNDS, speculative=0.0)], mode="replay").summary()
+    assert math.isnan(s.speedup) and math.isnan(s.draft_step) and s.identical is None and s.tau > 1
 
 
 def test_the_table_fits_a_terminal_and_says_all():
     long = [result("quite a long route name", n, [Round(5, 5, 6), Round(5, 0, 1)] * 9) for n in range(120)]
     e = evaluation(long + [result("b", 1, [Round(5, 4, 5)], Difference(5, 7, 8, 3e-6))], k=5)
-    file = StringIO()
-    Console(file=file, width=80).print(table(e))
-    text = file.getvalue()
+    text = printed(tables(sweep(e)))
     assert max(map(len, text.splitlines())) <= 80 and "\x1b" not in text and "±0.…" not in text
     assert re.search(r"all +121 +3\.5\d ±0\.\d\d +\.5\d +1\.0 ", text) and "120/121" in text
     assert "quite a long…" in text and text.count("…") == 1
     assert "120/121" in text and "b-1: the texts part at new token 5" in text and "3e-06" in text
 
 
+def printed(renderables) -> str:
+    file = StringIO()
+    console = Console(file=file, width=80)
+    for renderable in renderables:
+        console.print(renderable)
+    return file.getvalue()
+
+
+def test_many_cases_are_set_beside_each_other():
+    e = sweep(some(), evaluation(some().results, k=2), evaluation(some().results, tree="dynamic tree of 9 nodes"),
+              evaluation(some().results, mode="replay", temperature=0.0))  # fmt: skip
+    text = printed(tables(e))
+    assert "some, chain of 3 " in text and "some, chain of 3 (replay)" in text and "dynamic tree of 9 nodes" in text
+    assert max(map(len, text.splitlines())) <= 80
+    page = html_report(e)
+    assert "tau over k" in page and "Measured speed-up over k" in page and "All cases" in page
+    for svg in re.findall(r"<svg.*?</svg>", page, re.S):
+        ElementTree.fromstring(svg)
+
+
 def test_the_page_is_whole_and_escaped():
-    page = html_report(some())
+    page = html_report(sweep(some()))
     assert "tiny &lt;target&gt;" in page and "<target>" not in page
-    assert "<script" not in page and "http" not in page and 'name="viewport"' in page
+    assert "<script" not in page and not re.search(r"(src|href)=", page) and 'name="viewport"' in page
     svgs = re.findall(r"<svg.*?</svg>", page, re.S)
     assert len(svgs) == 2
     for svg in svgs:
         ElementTree.fromstring(svg)
     assert svgs[0].count("<rect") == 3  # chat, code, all: nothing was decoded on `empty`
-    assert "Nothing was decoded" in html_report(evaluation([result("empty", 1, [])]))
+    assert "Nothing was decoded" in html_report(sweep(evaluation([result("empty", 1, [])])))

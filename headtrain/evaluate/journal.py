@@ -1,0 +1,60 @@
+"""Finished pieces of long work, a line each, so that an interrupted measurement goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """A list that is also on disk. The first line names what is being measured; a journal of anything else, and a
+    line that an interruption cut off, are dropped. path None: in memory only."""
+
+    def __init__(self, path: Path | None, key: str) -> None:
+        self.path, self.records = path, []
+        if path is None:
+            return
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        if whole and _parsed(whole[0]) == {"key": key}:
+            for line in whole[1:]:
+                record = _parsed(line)
+                if record is None:
+                    break
+                self.records.append(record)
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(json.dumps(x) + "\n" for x in [{"key": key}, *self.records]), encoding="utf-8")
+        os.replace(temporary, path)
+        self.file = path.open("a", encoding="utf-8")
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.records[number]
+
+    def append(self, record: Any) -> None:
+        self.records.append(record)
+        if self.path is not None:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Whole work needs no journal."""
+        if self.path is not None:
+            self.file.close()
+            if kind is None:
+                self.path.unlink()
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None

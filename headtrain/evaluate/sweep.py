@@ -1,0 +1,72 @@
+"""Several cases measured on the same prompts and the same target: what ``eval.json`` holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..metadata import write_json
+from .results import Evaluation, clean
+
+FORMAT = 2
+
+
+@dataclass
+class Sweep:
+    """target: name, revision, dtype, weights, parameters, model_type. versions: of the software and the machine.
+    cases: one for each drafter, draft shape and temperature; all have the same prompts."""
+
+    target: dict[str, Any]
+    versions: dict[str, Any]
+    cases: list[Evaluation] = field(default_factory=list)
+
+    @property
+    def headline(self) -> Evaluation:
+        """The case that says most about the head: the deepest chain of the first head at the lowest temperature, else
+        the first case. Its acceptance goes into headtrain.json."""
+        chains = [c for c in self.cases if c.drafter["family"] == "head" and not c.settings["tree"]]
+        if not chains:
+            return self.cases[0]
+        first = [c for c in chains if c.drafter == chains[0].drafter]
+        return max(first, key=lambda c: (-c.settings["temperature"], c.settings["k"]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON; NaN is null. ``acceptance`` is the headline's, as headtrain.json wants it."""
+        acceptance = self.headline.acceptance() if self.cases else {}
+        return clean(
+            {
+                "format": FORMAT,
+                "target": self.target,
+                "versions": self.versions,
+                "acceptance": {name: r.model_dump(mode="json") for name, r in acceptance.items()},
+                "cases": [case.to_dict() for case in self.cases],
+            }
+        )
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Sweep:
+        """Raises ValueError for another format or a damaged record."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"an evaluation of format {found!r}; this headtrain reads {FORMAT}")
+        try:
+            target, versions = data["target"], data["versions"]
+            cases = [Evaluation.from_dict(case, target, versions) for case in data["cases"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a damaged evaluation: {type(error).__name__}: {error}") from None
+        if not cases:
+            raise ValueError("an evaluation without a case")
+        return cls(target, versions, cases)
+
+    def write(self, path: Path) -> None:
+        write_json(path, self.to_dict())
+
+    @classmethod
+    def read(cls, path: Path) -> Sweep:
+        """Raises OSError, ValueError."""
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"not JSON ({error})") from None
