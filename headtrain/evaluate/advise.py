@@ -26,12 +26,11 @@ from .candidates import (
     CostBook,
     candidates,
     drafter_key,
-    is_timed,
     largest_forward,
 )
-from .results import ALL, Evaluation
-from .roofline import Setup
-from .speedup import VerifyCost, without_nan
+from .results import ALL, Evaluation, clean
+from .roofline import LARGEST_BATCH, Setup
+from .speedup import VerifyCost
 
 SIMPLEST_FIRST = {LOOKUP: 0, HEAD: 1, DRAFT_MODEL: 2}
 NEGLIGIBLE = 0.02  # of the speed: not worth verifying more tokens for
@@ -83,7 +82,7 @@ class Advice:
             for r in self.routes
         ]
         more = {"refused": self.refused, "warnings": self.warnings, "assumptions": self.assumptions}
-        return without_nan({"routes": routes, **more})
+        return clean({"routes": routes, **more})
 
 
 def advise(
@@ -158,8 +157,8 @@ def misfits(case: Evaluation) -> list[str]:
         lines.append(f"{_title(case)}: {ties} greedy texts part at a tie of the best two logits (rounding, no fault)")
     if case.drafter["family"] != DRAFT_MODEL:
         return lines
-    for what, mine, target in (("family", "model_type", "family"), ("tokenizer", "tokenizer", "tokenizer")):
-        theirs, own = case.drafter.get(mine), case.target.get(target)
+    for what, name in (("family", "model_type"), ("tokenizer", "tokenizer")):
+        theirs, own = case.drafter.get(name), case.target.get(name)
         if theirs and own and theirs != own:
             lines.append(
                 f"{label} is of another {what} ({theirs}; the target's is {own}): tokens it drafts may mean something "
@@ -286,8 +285,9 @@ def _when_off(chosen: Candidate, book: CostBook, group: Sequence[Evaluation], re
     if book.setup is None:
         return None
     setup = book.serving(next(case for case in group if drafter_key(case) == chosen.key))
-    off = setup.stops_paying_at(chosen.plan)
-    where = f"from a batch of {off} on" if off else "at no batch that was searched"
+    fits = setup.largest_in_memory(chosen.plan)
+    off = setup.stops_paying_at(chosen.plan, min(fits, LARGEST_BATCH) or LARGEST_BATCH)
+    where = f"from a batch of {off} on" if off else f"at no batch that fits into memory ({fits})"
     reasons.append(f"by the roofline of {setup.device.name} with a context of {setup.context:,}, that is {where}")
     return off
 
@@ -304,13 +304,13 @@ def _lengths(case: Evaluation, group: Sequence[Evaluation], book: CostBook) -> l
     own. Of two cases of one k, one timed and one replayed, the timed one is taken unless times do not count."""
     k, key = case.settings["k"], drafter_key(case)
     same = [other for other in group if other is not case and drafter_key(other) == key]
-    if not is_timed(case) and not book.replaces_times and any(o.settings["k"] == k and is_timed(o) for o in same):
+    if not case.timed and not book.replaces_times and any(o.settings["k"] == k and o.timed for o in same):
         own = []
     else:
         own = [k]
-    if is_timed(case) or case.settings.get("tree"):
+    if case.timed or case.settings.get("tree"):
         return own
-    deeper = [o for o in same if not is_timed(o) and o.settings["k"] > k]
+    deeper = [o for o in same if not o.timed and o.settings["k"] > k]
     if deeper:
         return own  # the deepest replay speaks for all lengths without a case
     taken = {o.settings["k"] for o in same}
@@ -319,17 +319,17 @@ def _lengths(case: Evaluation, group: Sequence[Evaluation], book: CostBook) -> l
 
 def _assumptions(cases: Sequence[Evaluation], book: CostBook) -> list[str]:
     lines = []
-    if any(is_timed(c) for c in cases) and not book.replaces_times:
+    if any(c.timed for c in cases) and not book.replaces_times:
         lines.append("speeds marked timed: both decodings on this machine, one sequence at a time")
     for case in cases:
-        if book.replaces_times or not is_timed(case):
+        if book.replaces_times or not case.timed:
             needed = largest_forward(case, case.settings["k"])
             line = f"{case.drafter['label']}: {book.of(case, needed).source}"
             lines += [line] if line not in lines else []
             if needed > book.reach:
                 line = f"verification costs are known to {book.reach} tokens: longer drafts are left out"
                 lines += [line] if line not in lines else []
-    if book.replaces_times and any(is_timed(c) for c in cases):
+    if book.replaces_times and any(c.timed for c in cases):
         lines.append("the times measured here are not used, since other costs were asked for")
     return lines
 

@@ -10,7 +10,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -75,10 +75,6 @@ class Costs:
     source: str
 
 
-def is_timed(case: Evaluation) -> bool:
-    return case.settings.get("mode", "decode") == "decode"
-
-
 def drafter_key(case: Evaluation) -> str:
     """The same for all cases of one drafter in one form."""
     return json.dumps([case.drafter, case.settings.get("tree") or None], sort_keys=True, default=str)
@@ -96,9 +92,11 @@ def measured_costs(cases: Sequence[Evaluation]) -> tuple[dict[str, float], Verif
     which always drafts was timed with."""
     drafts, verifies = defaultdict(list), defaultdict(list)
     for case in cases:
+        if not case.timed or case.settings.get("tree"):
+            continue
         step, rounds = plain_step(case), [x for r in case.results for x in r.rounds]
         drafted = sum(_nodes(x) for x in rounds)
-        if not is_timed(case) or case.settings.get("tree") or not drafted or math.isnan(step):
+        if not drafted or math.isnan(step):
             continue
         spent = sum(r.speculative.draft + r.speculative.other for r in case.results)
         drafts[drafter_key(case)].append(spent / drafted / step)
@@ -153,9 +151,8 @@ class CostBook:
         if self.given is not None:
             verify, what = self.given, "verification as given"
         elif self.setup is not None:
-            one = self.setup.round_seconds(Plan(), self.batch)
-            sizes = [(n, self.setup.verify_seconds(Plan(nodes=n - 1), self.batch) / one) for n in range(2, largest + 1)]
-            verify, what = VerifyCost(tuple(sizes)), f"verification by a roofline of {self.setup.device.name}"
+            _, verify = self.setup.costs(self.batch, largest)
+            what = f"verification by a roofline of {self.setup.device.name}"
         elif self.verify.measured and not self.replaces_times:
             verify, what = self.verify, "verification as timed here"
         else:
@@ -169,10 +166,7 @@ class CostBook:
         if isinstance(self.ratio, float | int) and family != LOOKUP:
             return float(self.ratio), "given"
         if self.setup is not None:
-            setup = self.serving(case)
-            return setup.draft_seconds(Plan(1, nodes=1), self.batch) / setup.round_seconds(
-                Plan(), self.batch
-            ), "roofline"
+            return self.serving(case).costs(self.batch, 1)[0], "roofline"
         if (c := self.drafts.get(drafter_key(case))) is not None:
             return c, "timed here"
         if family == LOOKUP:
@@ -188,11 +182,10 @@ class CostBook:
         target, parameters = self.setup.target, case.drafter.get("parameters") or 0
         draft = Draft()
         if parameters:
-            small = round(target.layers * parameters / target.parameters)
-            layers = 1 if case.drafter["family"] == HEAD else max(1, small)
-            model = Model(parameters, layers, target.heads, target.kv_heads, target.head_dim)
-            draft = Draft(model)
-        return Setup(target, self.setup.device, draft, self.setup.context, self.setup.usable)
+            smaller = max(1, round(target.layers * parameters / target.parameters))
+            layers = 1 if case.drafter["family"] == HEAD else smaller
+            draft = Draft(Model(parameters, layers, target.heads, target.kv_heads, target.head_dim))
+        return replace(self.setup, draft=draft)
 
 
 def largest_forward(case: Evaluation, k: int) -> int:
@@ -207,7 +200,7 @@ def candidates(case: Evaluation, route: str, ks: Sequence[int], book: CostBook) 
     results = [r for r in case.results if route in (r.route, ALL) and r.rounds]
     if not results:
         return []
-    if is_timed(case) and not book.replaces_times and not math.isnan(plain_step(case)):
+    if case.timed and not book.replaces_times and not math.isnan(plain_step(case)):
         return [_candidate(case, results, k, None, plain_step(case)) for k in ks]
     return [_candidate(case, results, k, book, math.nan) for k in ks if largest_forward(case, k) <= book.reach]
 

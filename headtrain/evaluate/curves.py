@@ -78,7 +78,8 @@ def line_plot(
     parts = list(_axes(log_ticks(x0, x1) if log_x else ticks(x0, x1), ticks(y0, y1), across, up, x_label, y_label))
     if reference is not None:
         y = up(reference)
-        parts.append(f'<line class="ref" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        style = 'class="ref" stroke="#5b6773" stroke-dasharray="4 4"'
+        parts.append(f'<line {style} x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
     for i, points in enumerate(drawn):
         colour, dash = COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]
         for x, low, high in bars[i]:
@@ -95,7 +96,7 @@ def line_plot(
         parts.append(f'<text x="{LEFT + 34}" y="{y + 4}">{escape(series[i].label)}</text>')
     height = HEIGHT + LEGEND_LINE * len(series)
     summary = f"{label}. " + "; ".join(_spoken(s.label, points) for s, points in zip(series, drawn, strict=True))
-    style = "font: 13px system-ui, sans-serif"
+    style = "width: 100%; height: auto; font: 13px system-ui, sans-serif"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" style="{style}" role="img" '
         f'aria-label="{escape(summary)}">{"".join(parts)}</svg>'
@@ -134,8 +135,7 @@ def _spoken(label: str, points: Sequence[tuple[float, float]]) -> str:
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 1rem auto; padding: 0 1rem; color: #1d2733; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-svg { width: 100%; height: auto; } svg text { fill: #1d2733; }
-.ref { stroke: #5b6773; stroke-dasharray: 4 4; }
+svg text { fill: #1d2733; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; }
 th, td { padding: .25rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #d9dee4; }
 th:first-child, td:first-child { text-align: left; } li { font-size: .9rem; }

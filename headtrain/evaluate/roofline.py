@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..types import TargetShape
-from .speedup import alphas_to, require, tokens_per_round
+from .speedup import VerifyCost, alphas_to, require, tokens_per_round
 
 LARGEST_BATCH = 4096
 USABLE = 0.9  # of the memory, for weights and KV cache; the rest is activations and the engine's own
@@ -227,6 +227,12 @@ class Setup:
 
     def speedup(self, plan: Plan, batch: int) -> float:
         return self.token_seconds(PLAIN, batch) / self.token_seconds(plan, batch)
+
+    def costs(self, batch: int, largest: int) -> tuple[float, VerifyCost]:
+        """c of one draft step and verify(n) up to ``largest`` tokens, in plain steps of this batch (see speedup)."""
+        plain = self.round_seconds(PLAIN, batch)
+        sizes = [(n, self.verify_seconds(Plan(nodes=n - 1), batch) / plain) for n in range(2, largest + 1)]
+        return self.draft_seconds(Plan(1, nodes=1), batch) / plain, VerifyCost(tuple(sizes))
 
     def best(self, plans: Sequence[Plan], batch: int) -> Plan:
         """The fastest, no speculation included; the one that feeds fewer nodes among equals."""

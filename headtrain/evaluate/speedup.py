@@ -13,7 +13,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 def require(value: float, name: str, low: float = 0.0, above: bool = False) -> float:
@@ -149,12 +148,3 @@ def tree_speedup(tau: float, verify: float, draft: float) -> float:
 def verify_break_even(tau: float, draft: float) -> float:
     """The cost of a verification, in plain steps, above which a round of ``tau`` tokens loses: tau - draft."""
     return require(tau, "tau", 1) - require(draft, "drafting")
-
-
-def without_nan(value: Any) -> Any:
-    """Nested dicts and lists for JSON, which has no NaN or infinity: those become None."""
-    if isinstance(value, dict):
-        return {k: without_nan(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

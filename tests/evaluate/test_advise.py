@@ -65,7 +65,7 @@ def case(
             )
         )
     return Evaluation(
-        target={"name": "t", "dtype": "float32", "parameters": 100, "family": "llama"},
+        target={"name": "t", "dtype": "float32", "parameters": 100, "model_type": "llama"},
         drafter=drafter,
         settings={"k": k, "temperature": temperature, "mode": mode, "tree": tree},
         versions={},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 
@@ -18,7 +17,6 @@ from headtrain.evaluate.speedup import (
     tokens_per_round,
     tree_speedup,
     verify_break_even,
-    without_nan,
 )
 
 
@@ -143,8 +141,3 @@ def test_bad_k_and_costs():
     for verify, draft in ((0, 0), (-1, 0), (1, -1), (math.nan, 0), (1, math.inf)):
         with pytest.raises(ValueError, match="verification|drafting"):
             tree_speedup(2, verify, draft)
-
-
-def test_json_has_no_nan():
-    made = without_nan({"a": math.nan, "b": [1.5, (math.inf, "x")], "c": {"d": -math.inf}})
-    assert json.loads(json.dumps(made, allow_nan=False)) == {"a": None, "b": [1.5, [None, "x"]], "c": {"d": None}}

@@ -1,0 +1,148 @@
+"""`headtrain speedup`: what speculation gains, from acceptance and costs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from ..config import RecipeError
+from . import serving
+
+if TYPE_CHECKING:
+    from ..evaluate.roofline import Setup
+    from ..evaluate.speedup import VerifyCost
+
+
+def speedup(
+    alpha: Annotated[
+        str | None, typer.Option(help="acceptance: 0.8 for every depth, or 0.8,0.7,0.6 as measured by depth")
+    ] = None,
+    evaluation: Annotated[
+        Path | None, typer.Option("--eval", help="take acceptance and costs from an eval.json")
+    ] = None,
+    route: Annotated[str, typer.Option(help="of the evaluation")] = "all",
+    drafter: Annotated[str | None, typer.Option(help="of the evaluation: a part of its label")] = None,
+    k: Annotated[int | None, typer.Option(min=1, help="longest chain; default: as measured, or 8")] = None,
+    hold_last: Annotated[
+        bool, typer.Option("--hold-last", help="beyond the measured depths, hold the last alpha")
+    ] = False,
+    cost_ratio: Annotated[
+        float | None, typer.Option(help="cost of one draft step / cost of one target step, for example 0.05")
+    ] = None,
+    verify_cost: Annotated[
+        str | None, typer.Option(help="target forward of n tokens / of one, as measured: 4:1.1,8:1.4; default: 1")
+    ] = None,
+    target: serving.Target = None,
+    parameters: serving.Parameters = None,
+    device: serving.DeviceName = None,
+    tflops: serving.Tflops = None,
+    gbps: serving.Gbps = None,
+    memory_gb: serving.MemoryGb = None,
+    efficiency: serving.Efficiency = 1.0,
+    gpus: serving.PerReplica = 1,
+    context: serving.Context = 1024,
+    weight_bytes: serving.WeightBytes = 2.0,
+    kv_bytes: serving.KvBytes = 2.0,
+    draft_parameters: Annotated[
+        int, typer.Option(min=0, help="parameters that a draft step reads, lm_head included; 0: a lookup")
+    ] = 0,
+    draft_layers: Annotated[int, typer.Option(min=0, help="of them with a KV cache like the target's")] = 1,
+    parallel_draft: Annotated[
+        bool, typer.Option("--parallel-draft", help="the drafter says all k tokens in one step")
+    ] = False,
+    tree_nodes: Annotated[int | None, typer.Option(min=1, help="a tree, beside the chains: its nodes")] = None,
+    tree_depth: Annotated[int | None, typer.Option(min=1, help="its levels")] = None,
+    tau: Annotated[float | None, typer.Option(help="its tokens a round, as measured")] = None,
+    slo_ms: Annotated[float | None, typer.Option(help="longest mean time per output token, ms")] = None,
+    users: Annotated[float | None, typer.Option(help="load: sequences being answered at the same time")] = None,
+    requests_per_second: Annotated[float | None, typer.Option(help="load: with --output-tokens")] = None,
+    output_tokens: Annotated[float | None, typer.Option(help="mean length of an answer")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+    to: Annotated[Path | None, typer.Option("--out", help="HTML file with the plots")] = None,
+) -> None:
+    """How much faster is speculation, with which k, and up to which batch size?
+
+    A round drafts k tokens and verifies them in one forward of the target; it commits the accepted ones and one of the
+    target's own. Speed-up = tokens a round / (k * cost ratio + cost of the verification).
+
+    \b
+    headtrain speedup --alpha 0.8 --cost-ratio 0.05
+    headtrain speedup --eval runs/quickstart --route code
+    headtrain speedup --alpha 0.75,0.65,0.6 --target recipes/llama-3.1-8b-eagle3.yaml --device h100
+        --draft-parameters 350000000 --slo-ms 8 --users 500 --out speedup.html
+    """
+    from ..evaluate.candidates import drafter_key, measured_costs
+    from ..evaluate.roofline import Draft, Model, Plan
+    from ..evaluate.speedup import FLAT, VerifyCost
+    from ..evaluate.speedup_report import report
+
+    try:
+        where = serving.read_device(device, tflops, gbps, memory_gb, efficiency, gpus)
+        sizes = serving.read_target(target, parameters, weight_bytes, kv_bytes)
+        setup = serving.read_setup(sizes, where, context)
+        if setup is not None and draft_parameters:
+            own = Model(draft_parameters, draft_layers, sizes.heads, sizes.kv_heads, sizes.head_dim, kv_bytes=kv_bytes)
+            setup = replace(setup, draft=Draft(own, parallel_draft))
+        if evaluation is not None:
+            cases = serving.read_cases(evaluation)
+            case = serving.pick(cases, drafter, route)
+            alphas, title = serving.alphas_of(case, route), f"{case.drafter['label']} on {route}"
+            costs, verify = measured_costs(cases)
+            c = costs.get(drafter_key(case))
+        elif alpha is not None:
+            alphas, title = serving.parse_alphas(alpha, k), f"acceptance {alpha}"
+            c, verify = None, FLAT
+        else:
+            raise RecipeError("acceptance: give --alpha, or --eval with an eval.json")
+        if setup is not None:
+            c, verify = None, FLAT  # the costs of the device that was asked about, not of the machine that was timed
+        if cost_ratio is not None:
+            c = cost_ratio
+        if verify_cost is not None:
+            verify = VerifyCost.parse(verify_cost)
+            if c is None:
+                raise RecipeError("--verify-cost without the cost of a draft step: give --cost-ratio too")
+        tree = None
+        if tree_nodes is not None:
+            if tau is None or tree_depth is None:
+                raise RecipeError("a tree: give --tree-nodes, --tree-depth and the measured --tau")
+            tree = Plan.tree(tau, tree_nodes, tree_depth)
+        load = serving.read_load(slo_ms, users, requests_per_second, output_tokens)
+        made = report(
+            title, alphas, c, verify, k, hold_last, tree, setup, load, gpus,
+            notes=[cost_note(c, verify, cost_ratio is not None, verify_cost is not None, setup)],
+        )  # fmt: skip
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError(f"speedup: {error}") from None
+    if to is not None:
+        to.write_text(made.html(), encoding="utf-8")
+    if as_json:
+        print(json.dumps(made.to_dict(), indent=2, allow_nan=False))
+        return
+    out = Console(soft_wrap=True, highlight=False)
+    for table in made.tables():
+        out.print(table)
+    for line in [*made.lines(), *made.notes, *([str(to)] if to else [])]:
+        out.print(line, markup=False)
+
+
+def cost_note(c: float | None, verify: VerifyCost, c_given: bool, verify_given: bool, setup: Setup | None) -> str:
+    """Where the costs of the table over k are from."""
+    if c is None:
+        device = setup.device.name if setup else "no device"
+        return (
+            f"costs over k: a roofline of {device} at batch 1; prefill, scheduling and "
+            "imperfect overlap of memory and arithmetic are left out, so large batches look better than they are"
+        )
+    timed = "as timed in the evaluation, batch 1"
+    what = "as given" if verify_given else timed if verify.measured else "taken to cost one plain step"
+    return (
+        f"costs over k: a draft step {c:.3g} of a target step ({'given' if c_given else timed}); a verification {what}"
+    )

@@ -1,0 +1,220 @@
+"""The two verbs as a user types them: values, files, JSON, and one-line refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import tiny
+import torch
+import typer
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from typer.testing import CliRunner
+
+from headtrain.commands.advise import advise
+from headtrain.commands.serving import alphas_of, read_experts, read_target
+from headtrain.commands.speedup import speedup
+from headtrain.config import RecipeError
+from headtrain.decode.generate import Round
+from headtrain.evaluate.results import Evaluation, PromptResult, Side
+from headtrain.evaluate.roofline import DEVICES, PLAIN, Draft, Model, Plan, Setup, dense_parameters
+from headtrain.evaluate.speedup_report import report
+from headtrain.evaluate.sweep import Sweep
+from headtrain.target.shape import shape_from_config
+
+app = typer.Typer()
+app.command()(speedup)
+app.command()(advise)
+LLAMA = "recipes/llama-3.1-8b-eagle3.yaml"
+GPU = ("--target", LLAMA, "--device", "h100", "--draft-parameters", "350000000")
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "80"}, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments):
+    with pytest.raises(RecipeError) as error:
+        run(*arguments)
+    return str(error.value)
+
+
+def case(drafter, k, rounds, mode="decode", prompts=6, c=0.1, verify=1.2, route="code"):
+    results = []
+    for n in range(prompts):
+        tokens = 1 + sum(r.committed for r in rounds)
+        plain = Side(tokens, "length", 0.0, 0.0, 0.01 * (tokens - 1), 0.0)
+        times = (0.01 * c * sum(r.drafted for r in rounds), 0.01 * verify * len(rounds), 0.0)
+        results.append(PromptResult(f"{route}-{n}", route, 4, plain, Side(tokens, "length", 0.0, *times), rounds))
+    settings = {"k": k, "temperature": 0.0, "mode": mode, "tree": ""}
+    return Evaluation({}, drafter, settings, {}, results)
+
+
+HEAD = {"kind": "eagle3", "family": "head", "label": "the head", "parameters": 10}
+NGRAM = {"kind": "ngram", "family": "lookup", "label": "n-gram lookup", "parameters": 0}
+ROUNDS = [Round(3, a, a + 1, 3) for a in (3, 3, 1, 0, 2, 3, 1, 3)] * 5
+FOUND = [Round(0, 0, 1, 0), Round(3, 1, 2, 3)] * 20
+
+
+@pytest.fixture
+def evaluated(tmp_path):
+    target = {"name": "t", "dtype": "float32", "parameters": 100, "model_type": "llama"}
+    sweep = Sweep(target, {"torch": "x"}, [case(HEAD, 3, ROUNDS), case(NGRAM, 3, FOUND, c=0.0)])
+    for each in sweep.cases:
+        each.target = target
+    (tmp_path / "run" / "eval").mkdir(parents=True)
+    sweep.write(tmp_path / "run" / "eval" / "eval.json")
+    return tmp_path / "run"
+
+
+# -- speedup -----------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_numbers_are_printed():
+    text = run("speedup", "--alpha", "0.8", "--cost-ratio", "0", "--k", "5")
+    assert re.search(r"^ 5\s+3\.69\s+1\.00\s+3\.69x", text, re.M)
+    assert "best k: 5" in text and "a draft step 0 of a target step (given)" in text
+
+
+def test_json_holds_what_the_library_computes():
+    data = json.loads(run("speedup", "--alpha", "0.8,0.5", "--cost-ratio", "0.1", "--verify-cost", "3:1.4", "--json"))
+    assert [p["speedup"] for p in data["points"]] == pytest.approx([1.8 / 1.3, 2.2 / 1.6])
+    assert data["best"]["k"] == 1 and data["batches"] == [] and data["served"] is None
+
+
+def test_with_a_device_the_costs_are_the_rooflines_and_the_load_is_counted(tmp_path):
+    to = tmp_path / "page.html"
+    words = ("speedup", "--alpha", "0.75,0.65,0.6", *GPU, "--slo-ms", "8", "--users", "500")
+    data = json.loads(run(*words, "--json", "--out", to))
+    target = read_target(LLAMA, None, 2.0, 2.0)
+    setup = Setup(target, DEVICES["h100"], Draft(Model(350_000_000, 1, 32, 8, 128)))
+    plan = Plan.chain([0.75, 0.65, 0.6], 3)
+    p, b = data["points"][2], data["batches"][4]
+    assert (p["tau"], p["speedup"]) == pytest.approx((plan.tau, setup.speedup(plan, 1)))
+    assert p["cost"] == pytest.approx(setup.round_seconds(plan, 1) / setup.round_seconds(PLAIN, 1))
+    assert (b["batch"], b["fixed"]) == (16, pytest.approx(setup.speedup(plan, 16)))
+    assert b["memory_gb"] == pytest.approx(setup.memory_bytes(plan, 16) / 1e9)
+    assert data["without"]["gpus"] > data["served"]["gpus"] >= 1
+    assert any("does not shrink the cache" in note for note in data["notes"])
+    page = to.read_text()
+    assert page.count("<svg") == 2 and "<script" not in page and "GPUs for the load" in page
+    text = run(*words)
+    assert "saves" in text and max(map(len, text.split("best k")[0].splitlines())) <= 80
+
+
+def test_an_slo_that_cannot_be_met_is_said():
+    text = run("speedup", "--alpha", "0.5", *GPU, "--slo-ms", "0.1", "--users", "5")
+    assert "this SLO cannot be met on this device" in text and "cannot" in text
+    assert "do not fit" in run("speedup", "--alpha", "0.5", *GPU, "--memory-gb", "8", "--slo-ms", "9", "--users", "5")
+    loose = run("speedup", "--alpha", "0.8", *GPU, "--slo-ms", "4", "--users", "5")
+    assert "only speculation meets this SLO" in loose
+
+
+def test_a_tree_stands_beside_the_chains():
+    words = ("speedup", "--alpha", "0.8", "--cost-ratio", "0.1", "--tree-nodes", "20", "--tree-depth", "4")
+    words += ("--tau", "3.6")
+    data = json.loads(run(*words, "--verify-cost", "21:1.6", "--json"))
+    assert data["tree_speedup"] == pytest.approx(3.6 / (1.6 + 0.4))
+    assert "tree 20" in json.loads(run(*words[:3], *words[5:], *GPU, "--json"))["lines"][1]
+    assert "a tree: give" in refused(*words[:-2])
+
+
+def test_acceptance_and_costs_of_an_evaluation(evaluated):
+    data = json.loads(run("speedup", "--eval", evaluated, "--json"))
+    tau = sum(r.committed for r in ROUNDS) / len(ROUNDS)
+    assert data["points"][2]["tau"] == pytest.approx(tau) and data["c"] == pytest.approx(0.1)
+    assert data["points"][2]["speedup"] == pytest.approx(tau / (0.3 + 1.2))
+    # a lookup without a match commits one token: misses are counted, so that tau is the measured one
+    data = json.loads(run("speedup", "--eval", evaluated / "eval" / "eval.json", "--drafter", "n-gram", "--json"))
+    assert data["points"][2]["tau"] == pytest.approx(1.5)
+    assert alphas_of(case(NGRAM, 3, FOUND), "all") == [0.5, 0.0, 0.0]
+    assert "no route 'maths'" in refused("speedup", "--eval", evaluated, "--route", "maths")
+    assert "it has: the head, n-gram lookup" in refused("speedup", "--eval", evaluated, "--drafter", "other")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give --alpha"),
+        (("--alpha", "1.2", "--cost-ratio", "0.1"), "alpha_1 1.2"),
+        (("--alpha", "nan", "--cost-ratio", "0.1"), "alpha_1 nan"),
+        (("--alpha", "x"), "expected 0.8"),
+        (("--alpha", "0.8"), "give --cost-ratio"),
+        (("--alpha", "0.8", "--cost-ratio", "-1"), "cost ratio -1"),
+        (("--alpha", "0.8,0.7", "--cost-ratio", "0.1", "--k", "4"), "--hold-last"),
+        (("--alpha", "0.8", "--device", "h100"), "give --target"),
+        (("--alpha", "0.8", "--target", LLAMA), "give --device"),
+        (("--alpha", "0.8", "--target", LLAMA, "--device", "h1000"), "known are h100"),
+        (("--alpha", "0.8", "--target", LLAMA, "--tflops", "10"), "--gbps, --memory-gb too"),
+        (("--alpha", "0.8", *GPU, "--slo-ms", "0", "--users", "1"), "SLO 0"),
+        (("--alpha", "0.8", *GPU, "--users", "1"), "without an SLO"),
+        (("--alpha", "0.8", *GPU, "--slo-ms", "5", "--requests-per-second", "1"), "--output-tokens"),
+        (("--alpha", "0.8", *GPU, "--verify-cost", "3:1"), "give --cost-ratio too"),
+        (("--alpha", "0.8", "--cost-ratio", "0.1", "--slo-ms", "5", "--users", "1"), "a load needs"),
+        (("--eval", "nowhere"), "no evaluation at nowhere"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(words, message):
+    assert message in refused("speedup", *words)
+
+
+def test_neither_costs_nor_a_device():
+    with pytest.raises(ValueError, match="not known"):
+        report("x", [0.5])
+
+
+def mixture():
+    sizes = dict(vocab_size=384, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    return Qwen3MoeConfig(**sizes, **experts, num_key_value_heads=2)
+
+
+def test_experts_are_read_from_a_config():
+    config = mixture()
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config)
+    experts = read_experts(config, 3)
+    real = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert (experts.count, experts.per_token, experts.parameters) == (8, 2, real)
+    assert read_experts(tiny.config(), 8) is None
+
+
+def test_sizes_of_a_local_folder_and_of_a_mixture(tmp_path):
+    config = tiny.config()
+    config.save_pretrained(tmp_path / "dense")
+    counted = read_target(str(tmp_path / "dense"), None, 2.0, 2.0).parameters
+    assert counted == dense_parameters(shape_from_config(config))
+    mixture().save_pretrained(tmp_path / "moe")
+    with pytest.raises(RecipeError, match="mixture of experts: give --parameters"):
+        read_target(str(tmp_path / "moe"), None, 2.0, 2.0)
+    words = ("--target", tmp_path / "moe", "--parameters", "500000", "--device", "h100")
+    assert "of 8 experts a layer in expectation" in run("speedup", "--alpha", "0.8", *words)
+
+
+# -- advise ------------------------------------------------------------------------------------------------------
+
+
+def test_advice_is_a_table_and_reasons(evaluated):
+    text = run("advise", evaluated)
+    tau = sum(r.committed for r in ROUNDS) / len(ROUNDS)
+    assert f"{tau / 1.5:.2f}x" in text and "vLLM >=0.32" in text
+    assert "code: the head, k 3" in text and "assumed: speeds marked timed" in text
+    data = json.loads(run("advise", evaluated, "--json"))
+    (route,) = data["routes"]
+    assert route["strategy"]["label"] == "the head" and route["strategy"]["speedup"] == pytest.approx(tau / 1.5)
+
+
+def test_advice_under_other_conditions(evaluated):
+    slow = run("advise", evaluated, "--cost-ratio", "head=2", "--cost-ratio", "n-gram=0", "--verify-cost", "4:2.5")
+    assert "no speculation" in slow and "always" in slow
+    many = run("advise", evaluated, *GPU[:4], "--concurrency", "8", "--context", "100")
+    assert "roofline of H100" in many and "batch 8" in many
+    assert "must be known" in refused("advise", evaluated, "--concurrency", "8")
+    assert "no such drafter; the evaluation has: the head" in refused("advise", evaluated, "--cost-ratio", "x=1")
+    assert "expected one number" in refused("advise", evaluated, "--cost-ratio", "x")
+    assert "no engine named" in refused("advise", evaluated, "--engine", "none")
+    (evaluated / "eval" / "eval.json").write_text("{")
+    assert "is no evaluation" in refused("advise", evaluated)
