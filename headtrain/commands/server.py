@@ -151,10 +151,11 @@ def acceptance_line(a: Acceptance) -> str:
 def comparison_table(run: ServerRun, baseline: ServerRun, slo: Slo) -> Table:
     out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left", caption_style="dim")
     out.caption = "against the baseline; TPOT: by medians, above 1 is faster; equal: texts, of those both answered"
-    for name in ("conc", "route", "TPOT", "tok/s", "goodput", "equal"):
+    for name in ("conc", "route", "TPOT", "tok/s", "goodput", "good/s", "equal"):
         out.add_column(name, justify="left" if name == "route" else "right", no_wrap=True)
     for c in compare(run, baseline, slo):
         cells = [str(c.concurrency), c.route, *[_number(x, ".2f", "x") for x in (c.tpot, c.tokens, c.goodput)]]
+        cells.append("-" if c.goodputs is None else "{:.2f} -> {:.2f}".format(*c.goodputs))
         cells.append("-" if c.identical is None else f"{c.identical}/{c.compared}")
         out.add_row(*cells, style="bold" if c.route == ALL else "")
         if c.route == ALL:

@@ -149,7 +149,7 @@ class Server:
             "stream_options": {"include_usage": True},
             **({"tools": prompt.tools} if prompt.tools else {}),
         }
-        answer = _Answer(time.perf_counter())
+        answer = Answer(time.perf_counter())
         try:
             async with (
                 asyncio.timeout(self.timeout),
@@ -189,7 +189,7 @@ async def events(blocks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 yield line[5:].strip()
 
 
-class _Answer:
+class Answer:
     """A stream as it arrives. Tokens are the usage block's; chunks are only timed."""
 
     def __init__(self, started: float):

@@ -176,14 +176,16 @@ def summaries(run: ServerRun, slo: Slo) -> list[Summary]:
 @dataclass(frozen=True)
 class Comparison:
     """Run against baseline, one route at one concurrency. tpot: median of the baseline / median of the run, above 1
-    where the run is faster; tokens, goodput: run / baseline; goodput None without an SLO, NaN where the baseline had
-    none. identical: greedy texts that are equal, of ``compared`` that both runs answered; None at temperature > 0."""
+    where the run is faster. tokens: rates, run / baseline. goodput: the same, NaN where the baseline had none;
+    goodputs: requests/s of (baseline, run); both None without an SLO. identical: greedy texts that are equal, of
+    ``compared`` that both runs answered; None at temperature > 0."""
 
     concurrency: int
     route: str
     tpot: float
     tokens: float
     goodput: float | None
+    goodputs: tuple[float, float] | None
     identical: int | None
     compared: int
 
@@ -219,6 +221,7 @@ def compare(run: ServerRun, baseline: ServerRun, slo: Slo) -> list[Comparison]:
                     tpot=_ratio(theirs.tpot[0], mine.tpot[0]),
                     tokens=_ratio(mine.tokens_per_second, theirs.tokens_per_second),
                     goodput=_ratio(mine.requests_per_second, theirs.requests_per_second) if slo else None,
+                    goodputs=(theirs.requests_per_second, mine.requests_per_second) if slo else None,
                     identical=sum(r.text == texts[r.index] for r in both) if run.settings["temperature"] == 0 else None,
                     compared=len(both),
                 )

@@ -20,7 +20,7 @@ from typing import Any
 
 from .. import __version__
 from ..config import digest
-from .client import WARM_UP, ChatPrompt, Server, address
+from .client import WARM_UP, ChatPrompt, Server, ServerError, address
 from .goodput import Level, ServerRun
 from .progress import progress
 from .prometheus import Sent, acceptance
@@ -87,12 +87,12 @@ def measure(
 
     Nothing is tried again. Ctrl-C ends it cleanly: the run that comes back has ``interrupted`` set and keeps what was
     measured. key: sent as a bearer token, and cut out of every error text. Raises ServerError where no request could
-    be measured at all, ValueError for no prompts or a concurrency below 1.
+    be measured at all, for no prompts, and for a concurrency below 1.
     """
     if not prompts:
-        raise ValueError("no prompts to send")
+        raise ServerError("no prompts to send")
     if min(load.concurrency, default=0) < 1 or len(set(load.concurrency)) < len(load.concurrency):
-        raise ValueError(f"concurrency {list(load.concurrency)}: expected different numbers from 1 upward")
+        raise ServerError(f"concurrency {list(load.concurrency)}: expected different numbers from 1 upward")
     return asyncio.run(_measure(address(url), prompts, load, model, key, quiet))
 
 

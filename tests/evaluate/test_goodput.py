@@ -75,9 +75,9 @@ def test_a_run_against_a_baseline():
     (c,) = compare(fast, slow, Slo(tpot_ms=50))
     assert (c.tpot, c.tokens, c.goodput, c.identical, c.compared) == (2.5, 2.0, 2.0, 3, 4)
     (c,) = compare(fast, slow, Slo())
-    assert c.goodput is None
+    assert c.goodput is None and c.goodputs is None
     (c,) = compare(fast, slow, Slo(tpot_ms=20))
-    assert math.isnan(c.goodput)  # the baseline met nothing
+    assert math.isnan(c.goodput) and c.goodputs == (0.0, 1.0)  # the baseline met nothing
     failed = run(level(record(0, None, None, failure="timeout"), *fast.levels[0].records[1:]))
     (c,) = compare(failed, slow, Slo())
     assert (c.identical, c.compared) == (2, 3)

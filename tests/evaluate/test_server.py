@@ -14,7 +14,7 @@ from rich.console import Console
 from test_prometheus import vllm
 
 from headtrain.commands.server import api_key, run_server
-from headtrain.evaluate.client import ChatPrompt, ServerError
+from headtrain.evaluate.client import Answer, ChatPrompt, ServerError
 from headtrain.evaluate.goodput import Slo
 from headtrain.evaluate.server import Load, load_chats, measure
 
@@ -46,6 +46,22 @@ def test_times_are_the_servers_own_and_tokens_are_not_chunks():
     assert record.tpot * 8 == pytest.approx(last - first, abs=0.1) and record.tpot == pytest.approx(0.05, abs=0.0125)
     assert 0.2 <= record.ttft <= 0.3  # after the wait, although a chunk with the role came at once
     assert 0.6 <= record.latency <= 0.8
+
+
+def test_times_by_hand():
+    """The role's chunk is no token; the finishing chunk stands for the end-of-turn token; the usage chunk is none."""
+    answer = Answer(10.0)
+    for now, delta, finish in ((10.5, {"role": "assistant", "content": ""}, None), (11.0, {"content": "a b"}, None)):
+        answer.take(json.dumps({"choices": [{"delta": delta, "finish_reason": finish}]}).encode(), now)
+    answer.take(b'{"choices": [{"delta": {"reasoning": "c"}}], "usage": null}', 12.0)
+    answer.take(b'{"choices": [{"delta": {"content": ""}, "finish_reason": "stop"}]}', 13.0)
+    answer.take(b'{"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}}', 13.5)
+    answer.take(b"[DONE]", 14.0)
+    record = answer.record(3, prompts("p")[0])
+    assert (record.ttft, record.tpot, record.latency, record.tokens) == (1.0, 2.0 / 4, 4.0, 5)
+    assert (record.index, record.text, record.finish) == (3, "a bc", "stop")
+    answer.usage = {"completion_tokens": 1}
+    assert answer.record(3, prompts("p")[0]).tpot is None  # nothing between tokens
 
 
 def test_each_failure_is_a_record_of_its_kind():
@@ -161,9 +177,9 @@ def test_a_server_without_usage_is_refused():
 
 def test_bad_loads():
     for load in (Load(()), Load((0,)), Load((1, 1))):
-        with pytest.raises(ValueError, match="concurrency"):
+        with pytest.raises(ServerError, match="concurrency"):
             measure("http://x", prompts("a"), load)
-    with pytest.raises(ValueError, match="no prompts"):
+    with pytest.raises(ServerError, match="no prompts"):
         measure("http://x", [], ONE)
 
 
@@ -248,6 +264,7 @@ def test_against_a_stored_baseline(tmp_path):
         assert "2/3" in said and "2/2" in said and "0/1" in said  # all, route x, route y
         ratio = float(said.split("1 all ")[-1].split("x")[0])
         assert 2 < ratio < 6  # 100 ms against 25 ms, with room for a busy machine
+        assert f"-> {3 / run.levels[0].seconds:.2f}" in said
         assert json.loads((tmp_path / "run" / "server.json").read_text()) == run.to_dict()
         assert not list(tmp_path.rglob("*.tmp"))
         asked = len(server.seen)
