@@ -96,6 +96,12 @@ def test_with_a_device_the_costs_are_the_rooflines_and_the_load_is_counted(tmp_p
     assert (p["tau"], p["speedup"]) == pytest.approx((plan.tau, setup.speedup(plan, 1)))
     assert p["cost"] == pytest.approx(setup.round_seconds(plan, 1) / setup.round_seconds(PLAIN, 1))
     assert (b["batch"], b["fixed"]) == (16, pytest.approx(setup.speedup(plan, 16)))
+    wide = data["batches"][9]
+    top = setup.best([Plan.chain([0.75, 0.65, 0.6], k) for k in (1, 2, 3)], 512)
+    assert top != plan and (wide["best"], wide["speedup"]) == (top.name, pytest.approx(setup.speedup(top, 512)))
+    held = json.loads(run("speedup", "--alpha", "0.75,0.65", *GPU, "--k", "3", "--hold-last", "--json"))
+    assert [p["extrapolated"] for p in held["points"]] == [False, False, True]
+    assert any("beyond k 2 nothing was measured" in line for line in held["lines"])
     assert b["memory_gb"] == pytest.approx(setup.memory_bytes(plan, 16) / 1e9)
     assert data["without"]["gpus"] > data["served"]["gpus"] >= 1
     assert any("does not shrink the cache" in note for note in data["notes"])

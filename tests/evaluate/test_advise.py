@@ -148,6 +148,8 @@ def test_costs_that_were_timed_serve_the_replays():
     timed, replay = case(c=0.12, verify=1.4), case(mode="replay", seed=9)
     c, verify = measured_costs([timed, replay])
     assert list(c.values()) == pytest.approx([0.12]) and verify.at(6) == pytest.approx(1.4)
+    # a lookup's verifications are of fewer tokens wherever it found fewer: they say nothing about k + 1
+    assert measured_costs([timed, case(NGRAM, verify=9.0)])[1].at(6) == pytest.approx(1.4)
     got = {c.k: c for c in only(advise([timed, replay])).fastest_first}
     assert got[5].timed and not got[3].timed
     alphas = [a / o for a, o in replay.summary("code").alpha]
@@ -177,6 +179,9 @@ def test_other_costs_replace_times_and_may_differ_by_drafter():
     assert got["the head"].speedup == pytest.approx(cases[0].summary("code").tau / 2)
     assert got["the draft model s"].speedup == pytest.approx(cases[1].summary("code").tau / 1.05)
     assert any("not used" in line for line in advice.assumptions)
+    lookup = case(NGRAM)  # one ratio for all is not meant for a lookup, which runs no model
+    for c in only(advise([lookup, cases[0]], cost_ratio=0.3)).fastest_first:
+        assert c.draft_cost == pytest.approx(0.25 if c.label == "n-gram lookup" else 1.5)
     tree = case(tree="tree of 20", nodes=20, k=5)
     got = only(advise([tree], cost_ratio=0.1, verify_cost=VerifyCost(((21, 2.0),)))).fastest_first
     assert [c.speedup for c in got] == pytest.approx([tree.summary("code").tau / (5 * 0.1 + 2.0)])
@@ -309,6 +314,7 @@ def test_misfits_are_warned_of():
 def test_lookups_on_open_ended_text_and_small_samples_are_warned_of():
     chat = only(advise([case(NGRAM, c=0.0, route="chat")]))
     assert chat.chosen.family == "lookup" and "open-ended" in chat.warnings[0]
+    assert only(advise([case(c=0.0, route="chat")])).warnings == []  # a head
     assert only(advise([case(NGRAM, c=0.0)])).warnings == []
     assert "4 prompts and 240 rounds" in only(advise([case(prompts=4)])).warnings[0]
     assert "5 prompts and 195 rounds" in only(advise([case(prompts=5, rounds=39)])).warnings[0]
