@@ -7,16 +7,26 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from .config import Recipe, RecipeError, TargetSection, load_recipe
-
-if TYPE_CHECKING:
-    from .metadata import Metadata
+from .commands import evaluation
+from .commands.advise import advise
+from .commands.common import (
+    RunArgument,
+    TargetOption,
+    checkpoint_of,
+    device,
+    err,
+    out,
+    recipe_of,
+    require_same_target,
+    target_section,
+)
+from .commands.speedup import speedup
+from .config import RecipeError, TargetSection, load_recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,21 +43,18 @@ headtrain train RECIPE --dry-run  the resolved recipe, and what it will cost
 headtrain capture RECIPE          store the target's hidden states (train does it too)
 headtrain train RECIPE            or, with several processes:
     accelerate launch --config_file recipes/backend/X.yaml -m headtrain.train RECIPE
-headtrain eval RUN                acceptance by lossless decoding, against none
+headtrain eval RUN                acceptance by lossless decoding, against none and against other drafters
+headtrain advise RUN              which drafter and which k, for each route, from that evaluation
 headtrain export RUN --engine vllm --out DIR
 headtrain check DIR --target T
 
+headtrain speedup                 what speculation gains: from acceptance and costs, with batch size, for an SLO
+headtrain eval --server URL       the same question to a running server
+
 RECIPE is a YAML file of recipes/; any key can be overridden: train.lr=1e-4 data.limit=100.""",
 )
-out = Console(soft_wrap=True, highlight=False)
-err = Console(stderr=True, soft_wrap=True, highlight=False)
-
 RecipeArgument = Annotated[Path, typer.Argument(help="YAML recipe, for example recipes/quickstart.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example train.lr=1e-4")]
-RunArgument = Annotated[Path, typer.Argument(help="a run (its best checkpoint), a checkpoint, or an export")]
-TargetOption = Annotated[
-    str | None, typer.Option(help="Hub id, folder, .gguf file or package:NAME; default: as the run's recipe has it")
-]
 
 
 @app.command()
@@ -139,59 +146,6 @@ def regenerate(
         out.print(line, markup=False)
 
 
-@app.command("eval")
-def evaluate(
-    run: RunArgument,
-    target: TargetOption = None,
-    prompts: Annotated[
-        list[str] | None, typer.Option(help="files or folders; default: the recipe's eval.prompts")
-    ] = None,
-    k: Annotated[int | None, typer.Option(min=1, help="drafted tokens in a chain")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1)] = None,
-    limit_per_route: Annotated[int | None, typer.Option(min=1)] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
-    to: Annotated[
-        Path | None, typer.Option("--out", help="folder for eval.json and eval.html; default: RUN/eval")
-    ] = None,
-) -> None:
-    """Decode held-out prompts with and without the head; report acceptance, tau, tokens/s and equality by route."""
-    from .evaluate.acceptance import evaluate as measure
-    from .evaluate.acceptance import load_prompts
-    from .evaluate.report import html_report, table
-    from .heads.io import load_head
-    from .metadata import write_json
-    from .target.load import load_target
-
-    folder = checkpoint_of(run)
-    of = recipe_of(run)
-    section = target_section(target, of)
-    head, metadata = load_head(folder)
-    loaded = load_target(section, device())
-    require_same_target(metadata, loaded.identity, folder)
-    head.attach(loaded.weights())
-    head.to(loaded.device)
-    settings = of.eval if of else None
-
-    def pick(name: str, given, default):
-        return given if given is not None else getattr(settings, name) if settings else default
-
-    specs = prompts or (settings.prompts if settings else [])
-    if not specs:
-        raise RecipeError("no prompts: give --prompts, or eval.prompts in the recipe")
-    to = to or run / "eval"
-    to.mkdir(parents=True, exist_ok=True)
-    result = measured(
-        measure, loaded, head, load_prompts(loaded.tokenizer, specs, pick("limit_per_route", limit_per_route, None)),
-        k=pick("k", k, 5), temperature=pick("temperature", temperature, 0.0),
-        max_new_tokens=pick("max_new_tokens", max_new_tokens, 128), seed=pick("seed", seed, 0),
-    )  # fmt: skip
-    write_json(to / "eval.json", result.to_dict())
-    (to / "eval.html").write_text(html_report(result), encoding="utf-8")
-    out.print(table(result))
-    out.print(f"{to / 'eval.json'}\n{to / 'eval.html'}", markup=False)
-
-
 @app.command()
 def export(
     run: RunArgument,
@@ -254,28 +208,6 @@ def check(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="a run that was evaluated")]) -> None:
-    """The table of a run's evaluation, and where everything that the run made lies."""
-    from .evaluate.report import table
-    from .evaluate.results import Evaluation
-
-    figures = run / "eval" / "eval.json"
-    if not figures.is_file():
-        raise RecipeError(f"no {figures}: `headtrain eval {run}` makes it")
-    try:
-        evaluation = Evaluation.from_dict(json.loads(figures.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
-        raise RecipeError(f"{figures} is no evaluation ({error}); `headtrain eval {run}` makes it again") from None
-    out.print(table(evaluation))
-    made = {"head": checkpoint_of(run), "curve": run / "metrics.jsonl", "figures": figures}
-    made |= {"report": run / "eval" / "eval.html", "features": run / "features"}
-    exports = [("export", path.parent) for path in sorted(run.glob("export*/config.json"))]
-    for name, path in [*made.items(), *exports]:
-        if path.exists():
-            out.print(f"{name:<9} {path}", markup=False)
-
-
-@app.command()
 def heads() -> None:
     """List the kinds of heads and their settings."""
     from .heads.catalog import HEADS
@@ -305,68 +237,28 @@ def engines() -> None:
         out.print(f"{engine}: {row['notes']} Source: {row['source']}", markup=False)
 
 
-def measured(measure, *args, **settings):
-    """An evaluation; what it refuses (too long a chain, too long a prompt) is for the user to mend."""
-    try:
-        return measure(*args, **settings)
-    except ValueError as error:
-        raise RecipeError(f"evaluation: {error}") from None
-
-
-# -- shared by the verbs -----------------------------------------------------------------------------------------
-
-
-def device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def checkpoint_of(run: Path) -> Path:
-    """A run's best checkpoint, or the folder itself where it already holds a head."""
-    from .train.checkpoint import TRAINER_FILE, CheckpointError, damage, find
-
-    folder = find(run)
-    if (folder / TRAINER_FILE).is_file() and (what := damage(folder)):
-        raise CheckpointError(f"{folder} is damaged: {what}; take an earlier checkpoint, or train again")
-    return folder
-
-
-def recipe_of(run: Path) -> Recipe | None:
-    """The resolved recipe that a run keeps, looked for in the folder and above (a checkpoint lies inside its run)."""
-    for folder in (run, *run.resolve().parents[:2]):
-        if (folder / "recipe.yaml").is_file():
-            return load_recipe(folder / "recipe.yaml")
-    return None
-
-
-def target_section(path: str | None, recipe: Recipe | None, required: bool = True) -> TargetSection | None:
-    if path is not None:
-        return TargetSection(path=path)
-    if recipe is not None:
-        return recipe.target
-    if required:
-        raise RecipeError("which target? give --target (no recipe.yaml beside this head names one)")
-    return None
-
-
-def require_same_target(metadata: Metadata, found, where: Path) -> None:
-    """A head drafts for the target it was trained on; anything else stops here with both values."""
-    if lines := metadata.target.differences(found):
-        raise RecipeError(f"{where} was trained on another target:\n  " + "\n  ".join(lines))
+app.command("eval")(evaluation.evaluate)
+app.command()(evaluation.report)
+app.command()(speedup)
+app.command()(advise)
 
 
 def main() -> None:
     """Errors that a person can act on end in one line and exit code 2, without a traceback."""
     from .data import DataError
     from .data.manifest import StoreError
+    from .decode.draft_model import TokenizerMismatch
+    from .evaluate.client import ServerError
     from .export.engines import ExportError
     from .metadata import MetadataError
     from .target.shape import TargetError
     from .train.checkpoint import CheckpointError
 
     warnings.showwarning = lambda message, *_, **__: err.print(f"warning: {message}", style="yellow", markup=False)
-    expected = (RecipeError, DataError, StoreError, ExportError, MetadataError, TargetError, CheckpointError)
+    expected = (
+        RecipeError, DataError, StoreError, ExportError, MetadataError, TargetError, CheckpointError,
+        TokenizerMismatch, ServerError,
+    )  # fmt: skip
     try:
         app()
     except (*expected, OSError) as error:

@@ -117,7 +117,7 @@ def measure(
         if case.replay and (case.temperature > 0 or case.drafter.tree):
             raise ValueError("replay answers greedy chains only: use decoding for trees and for temperatures above 0")
     run = _Measurement(target, cases, settings)
-    sweep = Sweep(_describe_target(target), _versions(target), [run.empty(case) for case in cases])
+    sweep = Sweep(describe_target(target), versions(target), [run.empty(case) for case in cases])
     for case in sweep.cases:
         case.target, case.versions = sweep.target, sweep.versions
     key = digest([sweep.target, [[c.drafter, c.settings] for c in sweep.cases], [[p.ids, p.route] for p in prompts]])
@@ -242,7 +242,7 @@ def first_difference(plain: Generation, speculative: Generation) -> Difference |
     )
 
 
-def _describe_target(target: Target) -> dict[str, Any]:
+def describe_target(target: Target) -> dict[str, Any]:
     identity = target.identity
     return {
         "name": identity.name,
@@ -254,7 +254,7 @@ def _describe_target(target: Target) -> dict[str, Any]:
     }
 
 
-def _versions(target: Target) -> dict[str, Any]:
+def versions(target: Target) -> dict[str, Any]:
     import transformers
 
     device = target.device

@@ -1,0 +1,78 @@
+"""What the verbs share: consoles, how a run or an export is found and read, the same-target rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from ..config import Recipe, RecipeError, TargetSection, load_recipe
+
+if TYPE_CHECKING:
+    from ..heads.base import DraftHead
+    from ..metadata import Metadata, TargetIdentity
+
+out = Console(soft_wrap=True, highlight=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+RunArgument = Annotated[Path, typer.Argument(help="a run (its best checkpoint), a checkpoint, or an export")]
+TargetOption = Annotated[
+    str | None, typer.Option(help="Hub id, folder, .gguf file or package:NAME; default: as the run's recipe has it")
+]
+
+
+def device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def checkpoint_of(run: Path) -> Path:
+    """A run's best checkpoint, or the folder itself where it already holds a head."""
+    from ..train.checkpoint import TRAINER_FILE, CheckpointError, damage, find
+
+    folder = find(run)
+    if (folder / TRAINER_FILE).is_file() and (what := damage(folder)):
+        raise CheckpointError(f"{folder} is damaged: {what}; take an earlier checkpoint, or train again")
+    return folder
+
+
+def read_head(run: Path) -> tuple[DraftHead, Metadata, Path]:
+    """A head from a run, a checkpoint, or an export in any engine's form (read strictly), its metadata, and the folder
+    that it came from."""
+    from ..export.folder import verify_folder
+    from ..heads.io import FILE, load_head
+
+    if (run / "config.json").is_file() and not (run / FILE).is_file():
+        read = verify_folder(run)
+        if read.metadata is None or read.head is None:
+            raise RecipeError(f"{run} has no headtrain.json: which target it belongs to is not known")
+        return read.head, read.metadata, run
+    folder = checkpoint_of(run)
+    return *load_head(folder), folder
+
+
+def recipe_of(run: Path) -> Recipe | None:
+    """The resolved recipe that a run keeps, looked for in the folder and above (a checkpoint lies inside its run)."""
+    for folder in (run, *run.resolve().parents[:2]):
+        if (folder / "recipe.yaml").is_file():
+            return load_recipe(folder / "recipe.yaml")
+    return None
+
+
+def target_section(path: str | None, recipe: Recipe | None, required: bool = True) -> TargetSection | None:
+    if path is not None:
+        return TargetSection(path=path)
+    if recipe is not None:
+        return recipe.target
+    if required:
+        raise RecipeError("which target? give --target (no recipe.yaml beside this head names one)")
+    return None
+
+
+def require_same_target(metadata: Metadata, found: TargetIdentity, where: Path) -> None:
+    """A head drafts for the target it was trained on; anything else stops here with both values."""
+    if lines := metadata.target.differences(found):
+        raise RecipeError(f"{where} was trained on another target:\n  " + "\n  ".join(lines))

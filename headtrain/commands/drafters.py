@@ -1,0 +1,104 @@
+"""What ``--drafter`` and ``--tree`` mean: specs as people write them -> drafters on a loaded target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..config import Recipe, RecipeError, TargetSection
+from ..decode.draft_model import ModelDrafter
+from ..decode.drafters import Drafter, HeadDrafter
+from ..decode.lookup import LookupDrafter
+from ..decode.tree import DynamicTree, StaticTree, build_static
+from ..target.load import load_target
+from ..target.model import Target
+from ..types import Row
+from .common import device, read_head, require_same_target
+
+LOOKUPS = {"ngram": "text", "prompt-lookup": "prompt", "answer-lookup": "answer"}
+CALIBRATION_ROWS = 64
+
+
+@dataclass
+class Maker:
+    """Makes drafters on one target. run: RUN, recipe: its recipe (for the rows that static trees are chosen on)."""
+
+    target: Target
+    run: Path | None
+    recipe: Recipe | None
+    branch: int = 10
+    tree_depth: int | None = None
+    _rows: list[Row] = field(default_factory=list)
+
+    def chain(self, spec: str) -> Drafter:
+        """Raises RecipeError, MetadataError, TokenizerMismatch."""
+        name, _, more = spec.partition(":")
+        if name in LOOKUPS:
+            return LookupDrafter(LOOKUPS[name], **_numbers(spec, more, ("longest", "shortest")))
+        if name == "model":
+            if not more:
+                raise RecipeError(f"--drafter {spec}: which model? write model:FOLDER")
+            return ModelDrafter(load_target(TargetSection(path=more), device()), self.target)
+        if name == "head" and self.run is None:
+            raise RecipeError("--drafter head: give the RUN whose head it is")
+        folder = self.run if name == "head" else Path(spec)
+        if not folder.exists():
+            raise RecipeError(f"--drafter {spec}: no such folder, and not one of head, model:, {', '.join(LOOKUPS)}")
+        head, metadata, where = read_head(folder)
+        require_same_target(metadata, self.target.identity, where)
+        head.attach(self.target.weights())
+        return HeadDrafter(head.to(self.target.device))
+
+    def tree(self, drafter: Drafter, nodes: int, depth: int) -> tuple[Drafter, int]:
+        """The same drafter, drafting trees of ``nodes`` nodes, and their depth (``depth`` for a lookup): a static
+        tree from measured rank accuracies where each
+        depth has its own module, EAGLE-2's dynamic one where one module unrolls, several occurrences for a lookup."""
+        if isinstance(drafter, LookupDrafter):
+            branches = max(2, nodes // depth)
+            return LookupDrafter(drafter.where, drafter.longest, drafter.shortest, branches, nodes), depth
+        if isinstance(drafter, HeadDrafter):
+            plan = self._static(drafter, nodes) if drafter.max_k is not None else self._dynamic(drafter, nodes)
+            return HeadDrafter(drafter.head, plan), plan.depth
+        plan = self._dynamic(drafter, nodes)
+        return ModelDrafter(drafter.model, self.target, plan), plan.depth
+
+    def _dynamic(self, drafter: Drafter, nodes: int) -> DynamicTree:
+        depth = self.tree_depth or drafter.trained_depth or 6
+        return DynamicTree(nodes, min(depth, nodes), self.branch)
+
+    def _static(self, drafter: HeadDrafter, nodes: int) -> StaticTree:
+        from ..capture import plan_rows
+        from ..evaluate.ranks import rank_accuracy
+
+        if not self._rows:
+            if self.recipe is None:
+                raise RecipeError(
+                    "--tree: a static tree is chosen by rank accuracies on training rows, but no recipe.yaml beside "
+                    "this head names them; give the run instead of the export"
+                )
+            self._rows = plan_rows(self.recipe, self.target.tokenizer)["train"].rows[:CALIBRATION_ROWS]
+        depth = min(self.tree_depth or drafter.max_k, drafter.max_k)
+        accuracy, _ = rank_accuracy(self.target, drafter, self._rows, depths=depth, ranks=self.branch)
+        return build_static(accuracy, nodes)
+
+
+def numbers(option: str, text: str, kind: type, low: float) -> list:
+    """ "1,2,3" as distinct numbers of at least ``low``. Raises RecipeError."""
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or any(not value >= low for value in found):
+        raise RecipeError(f"{option} {text}: expected numbers of at least {low:g}, separated by commas")
+    return list(dict.fromkeys(found))
+
+
+def _numbers(spec: str, more: str, names: Sequence[str]) -> dict[str, int]:
+    out = {}
+    for part in filter(None, more.split(",")):
+        name, _, value = part.partition("=")
+        if name not in names or not value.isdigit():
+            raise RecipeError(f"--drafter {spec}: expected {', '.join(f'{n}=NUMBER' for n in names)}, found {part!r}")
+        out[name] = int(value)
+    return out

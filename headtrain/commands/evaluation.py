@@ -1,0 +1,249 @@
+"""`headtrain eval` and `headtrain report`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..config import Recipe, RecipeError, TargetSection
+from ..decode.drafters import Drafter, HeadDrafter
+from ..evaluate.acceptance import Case, Settings, describe_target, load_prompts, measure, versions
+from ..evaluate.report import html_report, tables
+from ..evaluate.stored import measure_stored
+from ..evaluate.sweep import Sweep
+from ..metadata import write_text
+from .common import TargetOption, checkpoint_of, device, out, read_head, recipe_of, require_same_target, target_section
+from .drafters import Maker, numbers
+
+JOURNAL = "eval.unfinished"
+
+
+def evaluate(
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="a run (its best checkpoint), a checkpoint or an export; none: other drafters only"),
+    ] = None,
+    target: TargetOption = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="files or folders; default: the recipe's eval.prompts")
+    ] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="head (RUN's own, the default); ngram, prompt-lookup or answer-lookup, with longest=4,shortest=2 "
+            "after a colon; model:TARGET, a smaller model of the same tokenizer; or another head's folder. Repeat for "
+            "several"
+        ),
+    ] = None,
+    k: Annotated[str | None, typer.Option(help="drafted tokens in a chain: 5, or 1,2,3,4,5,8; 0: no chains")] = None,
+    tree: Annotated[
+        str | None,
+        typer.Option(help="also trees of so many nodes: 15,31,63 (dynamic, or static where each depth has a module)"),
+    ] = None,
+    tree_depth: Annotated[int | None, typer.Option(min=1, help="default: the trained depth")] = None,
+    branch: Annotated[int, typer.Option(min=1, help="children of a tree's node")] = 10,
+    temperature: Annotated[str | None, typer.Option(help="0 (greedy), or several: 0,0.7")] = None,
+    top_p: Annotated[float, typer.Option(help="at temperatures above 0")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="at temperatures above 0; 0: all")] = 0,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="decode: decoded and timed; replay: every k from one pass over the target's greedy text, not timed; "
+            "stored: teacher-forced on the run's stored rows, seconds"
+        ),
+    ] = "decode",
+    max_new_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    limit_per_route: Annotated[
+        int | None, typer.Option(min=1, help="prompts of each route; stored: of all rows")
+    ] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    to: Annotated[
+        Path | None, typer.Option("--out", help="folder for eval.json and eval.html; default: RUN/eval")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(help="measure this OpenAI-compatible server instead; the options below are for it")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="server.json of a run without speculation, or that server's URL")
+    ] = None,
+    concurrency: Annotated[str, typer.Option(help="requests at the same time")] = "1,4,16",
+    requests: Annotated[int | None, typer.Option(min=1, help="at each concurrency; default: every prompt once")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="limit on the time per output token, for goodput")] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="limit on the time to the first token")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds for one request")] = 300.0,
+    model: Annotated[str | None, typer.Option(help="the model's name at the server; default: its only one")] = None,
+    api_key_env: Annotated[str | None, typer.Option(help="name of the environment variable that holds the key")] = None,
+) -> None:
+    """Decode held-out prompts with and without drafts; report acceptance, tau, tokens/s and equality by route.
+
+    Every prompt is decoded once without drafts and once with every drafter, chain length, tree and temperature asked
+    for. An interrupted evaluation goes on with the same command.
+
+    \b
+    headtrain eval runs/quickstart
+    headtrain eval runs/quickstart --k 1,2,3,4,5,8 --mode replay
+    headtrain eval runs/quickstart --k 3,5 --tree 15,31 --drafter head --drafter ngram --temperature 0,0.7
+    headtrain eval --target targets/mine --prompts data/heldout --drafter prompt-lookup --drafter model:targets/small
+    headtrain eval --server http://localhost:8000 --prompts data/heldout --baseline plain/server.json --slo-tpot-ms 20
+    """
+    recipe = recipe_of(run) if run else None
+    settings = recipe.eval if recipe else None
+
+    def pick(name: str, given, default):
+        return given if given is not None else getattr(settings, name) if settings else default
+
+    if to is None:
+        to = (run if run and run.is_dir() else Path()) / "eval"
+    specs = prompts or (settings.prompts if settings else [])
+    temperatures = temperature if temperature is not None else str(pick("temperature", None, 0.0))
+    tokens = pick("max_new_tokens", max_new_tokens, 128)
+    warm = numbers("--temperature", temperatures, float, 0.0)
+    seed = pick("seed", seed, 0)
+    if mode != "stored" and not specs:
+        raise RecipeError("no prompts: give --prompts, or eval.prompts in the recipe")
+    if server is not None:
+        from ..evaluate.goodput import Slo
+        from ..evaluate.server import Load
+        from .server import run_server
+
+        if len(warm) > 1:
+            raise RecipeError("--server: one --temperature at a time")
+        places = tuple(numbers("--concurrency", concurrency, int, 1))
+        load = Load(places, max_tokens=tokens, temperature=warm[0], requests=requests, timeout=timeout, seed=seed)
+        served = run_server(
+            server, specs, to, out, load=load, slo=Slo(slo_tpot_ms, slo_ttft_ms), model=model,
+            api_key_env=api_key_env, limit_per_route=limit_per_route, baseline=baseline,
+        )  # fmt: skip
+        if served.interrupted:
+            raise typer.Exit(130)
+        return
+    ks = k if k is not None else str(pick("k", None, 5))
+    chains = [] if ks == "0" else numbers("--k", ks, int, 1)
+    if mode == "stored":
+        sweep = _stored(run, recipe, target, chains, limit_per_route)
+    elif mode in ("decode", "replay"):
+        wanted = _Wanted(
+            drafters=drafter or (["head"] if run else []),
+            chains=chains,
+            budgets=[] if tree is None else numbers("--tree", tree, int, 1),
+            temperatures=warm,
+            replay=mode == "replay",
+            branch=branch,
+            tree_depth=tree_depth,
+        )
+        limit = pick("limit_per_route", limit_per_route, None)
+        shared = Settings(top_p=top_p, top_k=top_k, max_new_tokens=tokens, seed=seed)
+        to.mkdir(parents=True, exist_ok=True)
+        sweep = _decoded(wanted, run, recipe, target_section(target, recipe), specs, limit, shared, to / JOURNAL)
+    else:
+        raise RecipeError(f"--mode {mode}: expected decode, replay or stored")
+    _show(sweep, to)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What is to be compared: every drafter with every chain length, tree budget and temperature."""
+
+    drafters: list[str]
+    chains: list[int]
+    budgets: list[int]
+    temperatures: list[float]
+    replay: bool
+    branch: int
+    tree_depth: int | None
+
+    def cases(self, maker: Maker) -> list[Case]:
+        if not self.drafters:
+            raise RecipeError("nothing to evaluate: give a RUN, or --drafter (ngram, prompt-lookup, model:TARGET)")
+        if not self.chains and not self.budgets:
+            raise RecipeError("--k 0 without --tree leaves nothing to draft")
+        shapes: list[tuple[Drafter, int]] = []
+        for spec in self.drafters:
+            chain = maker.chain(spec)
+            shapes += [(chain, k) for k in self.chains]
+            shapes += [maker.tree(chain, nodes, max(self.chains, default=5)) for nodes in self.budgets]
+        return [
+            Case(drafter, k, t, replay=self.replay and t == 0 and not drafter.tree)
+            for t in self.temperatures
+            for drafter, k in shapes
+        ]
+
+
+def _decoded(
+    wanted: _Wanted,
+    run: Path | None,
+    recipe: Recipe | None,
+    target: TargetSection,
+    prompts: list[str],
+    limit: int | None,
+    settings: Settings,
+    journal: Path,
+) -> Sweep:
+    from ..target.load import load_target
+
+    loaded = load_target(target, device())
+    cases = wanted.cases(Maker(loaded, run, recipe, wanted.branch, wanted.tree_depth))
+    found = load_prompts(loaded.tokenizer, prompts, limit)
+    try:
+        return measure(loaded, cases, found, settings, journal=journal)
+    except ValueError as error:
+        raise RecipeError(f"evaluation: {error}") from None
+
+
+def _stored(run: Path | None, recipe: Recipe | None, target: str | None, ks: list[int], limit: int | None) -> Sweep:
+    from ..data.store import FeatureStore
+    from ..target.load import load_target
+
+    if run is None:
+        raise RecipeError("--mode stored: give the RUN whose head and stored rows are meant")
+    if recipe is None:
+        raise RecipeError(f"--mode stored: {run} has no recipe.yaml that says where its features are")
+    folders = [recipe.features_dir / split for split in ("eval", "train")]
+    folder = next((f for f in folders if f.is_dir()), None)
+    if folder is None:
+        raise RecipeError(f"no stored features at {folders[0]} or {folders[1]}: `headtrain capture` makes them")
+    head, metadata, where = read_head(run)
+    loaded = load_target(target_section(target, recipe), device())
+    require_same_target(metadata, loaded.identity, where)
+    store = FeatureStore(folder)
+    head.attach(loaded.weights())
+    try:
+        drafter = HeadDrafter(head.to(loaded.device))
+        return measure_stored(store, drafter, ks or [5], describe_target(loaded), versions(loaded), limit=limit)
+    except ValueError as error:
+        raise RecipeError(f"evaluation: {error}") from None
+
+
+def _show(sweep: Sweep, to: Path) -> None:
+    to.mkdir(parents=True, exist_ok=True)
+    sweep.write(to / "eval.json")
+    write_text(to / "eval.html", html_report(sweep))
+    for table in tables(sweep):
+        out.print(table)
+    out.print(f"{to / 'eval.json'}\n{to / 'eval.html'}", markup=False)
+
+
+def report(run: Annotated[Path, typer.Argument(help="a run that was evaluated")]) -> None:
+    """The tables of a run's evaluation, and where everything that the run made lies."""
+    figures = run / "eval" / "eval.json"
+    if not figures.is_file():
+        raise RecipeError(f"no {figures}: `headtrain eval {run}` makes it")
+    try:
+        sweep = Sweep.read(figures)
+    except ValueError as error:
+        raise RecipeError(f"{figures} is no evaluation ({error}); `headtrain eval {run}` makes it again") from None
+    for table in tables(sweep):
+        out.print(table)
+    for name, path in _made(run, figures):
+        if path.exists():
+            out.print(f"{name:<9} {path}", markup=False)
+
+
+def _made(run: Path, figures: Path) -> Sequence[tuple[str, Path]]:
+    files = {"head": checkpoint_of(run), "curve": run / "metrics.jsonl", "figures": figures}
+    files |= {"report": run / "eval" / "eval.html", "features": run / "features"}
+    return [*files.items(), *(("export", path.parent) for path in sorted(run.glob("export*/config.json")))]

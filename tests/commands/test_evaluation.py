@@ -1,0 +1,190 @@
+"""`headtrain eval` from the outside, on a tiny target with real heads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from headtrain.capture import capture
+from headtrain.cli import app
+from headtrain.config import Recipe, RecipeError, TargetSection
+from headtrain.data import DataError
+from headtrain.decode.draft_model import TokenizerMismatch
+from headtrain.evaluate.sweep import Sweep
+from headtrain.export.core import export_head
+from headtrain.heads.catalog import build_head, parse_head
+from headtrain.heads.io import head_metadata, save_head
+from headtrain.target.load import load_target
+
+WORDS = ["quick", "brown", "fox", "lazy", "dog", "target", "model", "reads", "hidden", "state", "draft", "head"]
+
+
+def chats(path: Path, count: int, answered: bool) -> str:
+    lines = []
+    for i in range(count):
+        words = [WORDS[(i * 7 + j * (1 + i % 3)) % 12] for j in range(14)]
+        messages = [{"role": "user", "content": " ".join(words[:3])}]
+        if answered:
+            messages.append({"role": "assistant", "content": " ".join(words[2:])})
+        lines.append(json.dumps({"id": f"p{i}", "route": "ab"[i % 2], "messages": messages}))
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """Two runs on one target, their recipes and stored rows; another target; a smaller draft model."""
+    place = tmp_path_factory.mktemp("place")
+    tiny.save(place / "target", initializer_range=0.2, num_hidden_layers=4, tie_word_embeddings=False)
+    tiny.save(place / "other", seed=7, initializer_range=0.2, num_hidden_layers=4, tie_word_embeddings=False)
+    tiny.save(place / "small", seed=3, num_hidden_layers=1)
+    target = load_target(TargetSection(path=str(place / "target")))
+    for name, config in {
+        "eagle": {"kind": "eagle3", "depth": 3, "draft_vocab_size": 64},
+        "medusa": {"kind": "medusa", "num_heads": 3},
+    }.items():
+        recipe = Recipe(
+            name=name,
+            target={"path": str(place / "target")},
+            data={
+                "train": [chats(place / "train.jsonl", 12, answered=True)],
+                "eval": [chats(place / "eval.jsonl", 4, answered=True)],
+                "max_length": 200,
+            },
+            features={"dtype": "float32"},
+            head=config,
+            eval={"prompts": [chats(place / "prompts.jsonl", 4, answered=False)], "k": 3, "max_new_tokens": 12},
+            output=str(place / name),
+        )
+        torch.manual_seed(1)
+        parsed = parse_head(config)
+        ids = None if name == "medusa" else torch.arange(0, 384, 6)
+        head = build_head(parsed, target.shape, ids)
+        head.attach(target.weights())
+        head.init_from_target(target.weights())
+        save_head(place / name, head, head_metadata(head, target.identity))
+        (place / name / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+        capture(recipe)
+    return place
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, ["eval", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_the_recipes_settings_are_the_default(place):
+    result = run(place / "eagle")
+    sweep = Sweep.read(place / "eagle" / "eval" / "eval.json")
+    (case,) = sweep.cases
+    assert case.settings["k"] == 3 and case.settings["max_new_tokens"] == 12 and case.summary().identical == 4
+    assert "α3" in result.output and (place / "eagle" / "eval" / "eval.html").is_file()
+    report = CliRunner().invoke(app, ["report", str(place / "eagle")], catch_exceptions=False)
+    assert "4/4" in report.output and str(place / "eagle" / "eval" / "eval.html") in report.output
+    assert not (place / "eagle" / "eval" / "eval.unfinished").exists()
+
+
+def test_everything_at_once(place, tmp_path):
+    result = run(
+        place / "medusa", "--k", "1,3", "--tree", "6", "--temperature", "0,0.7", "--drafter", "head", "--drafter",
+        "ngram:longest=3,shortest=1", "--drafter", f"model:{place / 'small'}", "--drafter", place / "eagle",
+        "--max-new-tokens", 9, "--out", tmp_path,
+    )  # fmt: skip
+    sweep = Sweep.read(tmp_path / "eval.json")
+    assert len(sweep.cases) == 2 * 4 * 3
+    greedy = [case for case in sweep.cases if case.settings["temperature"] == 0]
+    assert all(case.summary().identical == 4 for case in greedy)
+    shapes = {(c.drafter["kind"], c.settings["tree"]) for c in greedy}
+    assert ("medusa", "") in shapes and any(k == "medusa" and "static tree of 6" in t for k, t in shapes)
+    assert any(k == "eagle3" and "dynamic tree of 6 nodes, depth 3" in t for k, t in shapes)
+    assert any(k == "draft-model" and "dynamic" in t for k, t in shapes)
+    assert any(k == "ngram" and "occurrences" in t for k, t in shapes)
+    assert "ngram, chain of 3, T 0.7" in result.output and "tau by route" in result.output
+
+
+def test_replay_says_what_decoding_says(place, tmp_path):
+    run(place / "eagle", "--k", "1,2,3", "--mode", "replay", "--out", tmp_path / "a")
+    run(place / "eagle", "--k", "1,2,3", "--out", tmp_path / "b")
+    replayed, decoded = (Sweep.read(tmp_path / name / "eval.json").cases for name in "ab")
+    for a, b in zip(replayed, decoded, strict=True):
+        assert a.settings["mode"] == "replay" and [r.rounds for r in a.results] == [r.rounds for r in b.results]
+
+
+def test_stored_rows_need_no_decoding(place, tmp_path, monkeypatch):
+    from headtrain.decode import generate as module
+
+    monkeypatch.setattr(module, "_plain", None)
+    result = run(place / "medusa", "--k", "1,3", "--mode", "stored", "--out", tmp_path)
+    cases = Sweep.read(tmp_path / "eval.json").cases
+    assert [case.settings["k"] for case in cases] == [1, 3] and {len(case.results) for case in cases} == {4}
+    assert cases[0].routes == ["a", "b"] and "(stored)" in result.output
+    # an identity head of a random target is never far from right nor from wrong: the sums must at least fit the rows
+    for case in cases:
+        for r in case.results:
+            assert 1 + sum(x.committed for x in r.rounds) == r.speculative.tokens
+    run(place / "medusa", "--k", "1", "--mode", "stored", "--limit-per-route", 2, "--out", tmp_path)
+    assert len(Sweep.read(tmp_path / "eval.json").cases[0].results) == 2
+
+
+def test_an_engines_form_is_evaluated_as_the_head_it_holds(place, tmp_path):
+    target = load_target(TargetSection(path=str(place / "target")))
+    export_head(place / "eagle", "vllm", tmp_path / "vllm", weights=target.weights())
+    prompts = ["--prompts", place / "prompts.jsonl", "--max-new-tokens", 12, "--k", 3]
+    run(tmp_path / "vllm", "--target", place / "target", *prompts, "--out", tmp_path / "a")
+    run(place / "eagle", *prompts, "--out", tmp_path / "b")
+    a, b = (Sweep.read(tmp_path / name / "eval.json").cases[0] for name in "ab")
+    assert [r.rounds for r in a.results] == [r.rounds for r in b.results]
+
+
+def test_baselines_alone(place, tmp_path):
+    run("--target", place / "target", "--prompts", place / "prompts.jsonl", "--drafter", "prompt-lookup",
+        "--max-new-tokens", 8, "--out", tmp_path)  # fmt: skip
+    (case,) = Sweep.read(tmp_path / "eval.json").cases
+    assert case.drafter["family"] == "lookup" and case.settings["k"] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["{eagle}", "--target", "{other}"], RecipeError, "trained on another target"),
+        (["{eagle}", "--drafter", "model:{words}"], TokenizerMismatch, "ids differ"),
+        (["{eagle}", "--prompts", "{empty}"], DataError, "empty"),
+        (["{eagle}", "--prompts", "{long}"], RecipeError, "longer than the target's context"),
+        (["{eagle}", "--tree", "512"], RecipeError, "need 513 positions, the target's context has 512"),
+        (["{medusa}", "--k", "4"], RecipeError, "drafts at most 3"),
+        (["{eagle}", "--k", "0"], RecipeError, "nothing to draft"),
+        (["{eagle}", "--k", "1,x"], RecipeError, "--k 1,x: expected numbers of at least 1"),
+        (["{eagle}", "--temperature", "-1"], RecipeError, "at least 0"),
+        (["{eagle}", "--mode", "guess"], RecipeError, "expected decode, replay or stored"),
+        (["{eagle}", "--mode", "replay", "--tree", "4", "--temperature", "x"], RecipeError, "--temperature x"),
+        (["{eagle}", "--drafter", "ngram:length=3"], RecipeError, "expected longest=NUMBER, shortest=NUMBER"),
+        (["{eagle}", "--drafter", "nothere"], RecipeError, "no such folder"),
+        (["{eagle}", "--drafter", "model:"], RecipeError, "which model"),
+        (["--target", "{target}", "--prompts", "{prompts}"], RecipeError, "nothing to evaluate"),
+        (["--target", "{target}", "--prompts", "{prompts}", "--drafter", "head"], RecipeError, "give the RUN"),
+        (["--target", "{target}", "--drafter", "ngram"], RecipeError, "no prompts"),
+        (["--target", "{target}", "--mode", "stored"], RecipeError, "give the RUN"),
+    ],
+)
+def test_what_cannot_be_evaluated_says_why(place, tmp_path, arguments, error, message, monkeypatch):
+    """Before anything is decoded."""
+    from headtrain.decode import generate as module
+
+    monkeypatch.setattr(module, "_plain", None)
+    (tmp_path / "empty.jsonl").write_text("")
+    long = {"messages": [{"role": "user", "content": "word " * 600}]}
+    (tmp_path / "long.jsonl").write_text(json.dumps(long) + "\n")
+    words = tiny.save(tmp_path / "words", num_hidden_layers=1)
+    tokenizer = tiny.tokenizer(vocab_size=300)
+    tokenizer.save_pretrained(words)
+    names = {name: place / name for name in ("eagle", "medusa", "other", "target")}
+    names |= {"prompts": place / "prompts.jsonl", "words": words}
+    names |= {name: tmp_path / f"{name}.jsonl" for name in ("empty", "long")}
+    with pytest.raises(error, match=message):
+        run(*(a.format(**names) for a in arguments), "--out", tmp_path / "out")
+    assert not (tmp_path / "out" / "eval.json").exists()
