@@ -137,6 +137,13 @@ def test_acceptance_and_costs_of_an_evaluation(evaluated):
     data = json.loads(run("speedup", "--eval", evaluated / "eval" / "eval.json", "--drafter", "n-gram", "--json"))
     assert data["points"][2]["tau"] == pytest.approx(1.5)
     assert alphas_of(case(NGRAM, 3, FOUND), "all") == [0.5, 0.0, 0.0]
+    # timed with 3 drafted tokens, replayed with 5: the cost of verifying 6 tokens is not known here
+    sweep = Sweep.read(evaluated / "eval" / "eval.json")
+    deep = [Round(5, r.accepted, r.committed, 5) for r in ROUNDS]
+    Sweep(sweep.target, {}, [*sweep.cases, case(HEAD, 5, deep, "replay")]).write(evaluated / "eval.json")
+    data = json.loads(run("speedup", "--eval", evaluated / "eval.json", "--json"))
+    assert [p["k"] for p in data["points"]] == [1, 2, 3]
+    assert "measured to 4 tokens" in refused("speedup", "--eval", evaluated / "eval.json", "--k", "5")
     assert "no route 'maths'" in refused("speedup", "--eval", evaluated, "--route", "maths")
     assert "it has: the head, n-gram lookup" in refused("speedup", "--eval", evaluated, "--drafter", "other")
 
