@@ -4,7 +4,7 @@ import pytest
 import reference_recurrent as reference
 import tiny
 import torch
-from reference_recurrent import PATTERNS, SHAPE, H, V, equal, fast, gradients, make, tree_equals_chains
+from reference_recurrent import PATTERNS, SHAPE, H, V, equal, fast, features_of, gradients, make, tree_equals_chains
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from headtrain.config import RecipeError
@@ -12,6 +12,7 @@ from headtrain.heads.catalog import build_head, parse_head
 from headtrain.heads.mtp import Mtp
 from headtrain.shift import pair_mask
 from headtrain.target.model import Target
+from headtrain.teacher import Teacher
 from headtrain.types import Batch, Row, TargetWeights
 
 DEPTH = 4
@@ -171,7 +172,6 @@ def test_the_block_is_of_the_targets_kind_and_starts_as_its_last_layer(name):
         assert torch.equal(head.block.finish(torch.randn(9, target.shape.num_heads, target.shape.head_dim), x), x)
         head.block.self_attn.o_proj.weight.copy_(weights.last_layer["self_attn.o_proj.weight"])
         head.block.mlp.down_proj.weight.copy_(weights.last_layer["mlp.down_proj.weight"])
-        head.input_layernorm.weight.copy_(weights.last_layer["input_layernorm.weight"])
         read, residual = head.fuse(e, h)
         attention, angles = head.block.self_attn, head.rope(torch.arange(9))
         q, k, v = attention.queries(read, angles), attention.keys(read, angles), attention.values(read)
@@ -238,6 +238,16 @@ def test_bf16_autocast_stays_near_fp32():
     # bf16 keeps 8 bits: the mean of some 150 losses moves by less than 2 %
     torch.testing.assert_close(rough.total, exact.total, rtol=0.02, atol=0)
     assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients(case[0], rough.total).values())
+
+
+def test_another_teacher_is_not_answered_from_the_first_ones_rows():
+    head, batch, final, lm_head = head_of(PATTERNS["two turns"], labels="soft", draft_vocab_size=40)
+    other = lm_head.flip(0)
+    fast(head, batch, final, lm_head)
+    features = features_of(batch, final, other)
+    mine = head.loss(batch, features, Teacher(other), DEPTH).total
+    head._teacher = None
+    assert torch.equal(mine, head.loss(batch, features, Teacher(other), DEPTH).total)
 
 
 def test_no_engine_loads_it_alone_and_contradictions_are_refused():
