@@ -10,9 +10,14 @@ import pytest
 
 from headtrain.capture import capture
 from headtrain.config import TargetSection, load_recipe
-from headtrain.evaluate.acceptance import evaluate, load_prompts
+from headtrain.data.loader import OnlineSource
+from headtrain.decode.drafters import HeadDrafter
+from headtrain.decode.generate import generate
+from headtrain.evaluate.acceptance import Case, Settings, load_prompts, measure
+from headtrain.evaluate.stored import measure_stored
 from headtrain.heads.io import load_head
 from headtrain.target.load import convert_to_folder, load_target
+from headtrain.types import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -56,10 +61,34 @@ def test_a_minute_of_training_on_the_real_target_raises_tau(tmp_path, monkeypatc
     head, metadata = load_head(result.best)
     assert not metadata.target.differences(target.identity)
     prompts = load_prompts(target.tokenizer, [str(ROOT / "data/heldout/maths.jsonl")], 3)
-    measured = evaluate(target, head, prompts, k=3, max_new_tokens=40, quiet=True)
-    summary = measured.summary()
-    assert summary.identical == 3, [d.difference for d in measured.differences]
+    drafter = HeadDrafter(head)
+    head.attach(target.weights())
+    settings = Settings(max_new_tokens=40, eos_ids=())
+    sweep = measure(target, [Case(drafter, 3), Case(drafter, 3, replay=True)], prompts, settings, quiet=True)
+    summary, replayed = (case.summary() for case in sweep.cases)
+    assert summary.identical == 3, [d.difference for d in sweep.cases[0].differences]
     assert summary.tau > 1.1 and math.isfinite(summary.speedup)
+
+    # How far the teacher-forced estimate on stored features is from decoding: the same texts, rounded to bfloat16 as
+    # the store does. Replay in the target's own dtype gives the same rounds; the rounding may flip a draft whose best
+    # two logits are close, each flip moving tau by about 1/rounds (here some 90).
+    assert replayed.alpha == summary.alpha and replayed.tau == summary.tau
+    texts = [generate(target, p.ids, max_new_tokens=40, eos_ids=()).tokens for p in prompts]
+    rows = [Row(p.ids + t, [0] * len(p.ids) + [1] * 40, p.id) for p, t in zip(prompts, texts, strict=True)]
+    stored = StoredRows(rows, target.features, head.wants(), "bfloat16")
+    estimate = measure_stored(stored, drafter, [3], {}, {}, quiet=True).cases[0].summary()
+    print(f"tau decoded {summary.tau:.4f}, teacher-forced on stored features {estimate.tau:.4f}")
+    assert abs(estimate.tau - summary.tau) < 0.06
+
+
+class StoredRows(OnlineSource):
+    """Rows as a feature store gives them, without the files."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> Row:
+        return self.rows[index]
 
 
 def _lines(path: Path) -> list[dict]:

@@ -27,7 +27,7 @@ class Maker:
     target: Target
     run: Path | None
     recipe: Recipe | None
-    branch: int = 10
+    branch: int | None = None
     tree_depth: int | None = None
     _rows: list[Row] = field(default_factory=list)
 
@@ -64,8 +64,10 @@ class Maker:
         return ModelDrafter(drafter.model, self.target, plan), plan.depth
 
     def _dynamic(self, drafter: Drafter, nodes: int) -> DynamicTree:
-        depth = self.tree_depth or drafter.trained_depth or 6
-        return DynamicTree(nodes, min(depth, nodes), self.branch)
+        depth = self.tree_depth or drafter.trained_depth or 6  # a draft model has no depth of its own
+        depth = min(depth, nodes)
+        # as many nodes a level as the budget can keep; ten, the reference's, from 60 nodes on
+        return DynamicTree(nodes, depth, self.branch or max(2, min(10, -(-nodes // depth))))
 
     def _static(self, drafter: HeadDrafter, nodes: int) -> StaticTree:
         from ..capture import plan_rows
@@ -79,7 +81,7 @@ class Maker:
                 )
             self._rows = plan_rows(self.recipe, self.target.tokenizer)["train"].rows[:CALIBRATION_ROWS]
         depth = min(self.tree_depth or drafter.max_k, drafter.max_k)
-        accuracy, _ = rank_accuracy(self.target, drafter, self._rows, depths=depth, ranks=self.branch)
+        accuracy, _ = rank_accuracy(self.target, drafter, self._rows, depths=depth, ranks=self.branch or 10)
         return build_static(accuracy, nodes)
 
 

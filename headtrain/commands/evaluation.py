@@ -45,7 +45,9 @@ def evaluate(
         typer.Option(help="also trees of so many nodes: 15,31,63 (dynamic, or static where each depth has a module)"),
     ] = None,
     tree_depth: Annotated[int | None, typer.Option(min=1, help="default: the trained depth")] = None,
-    branch: Annotated[int, typer.Option(min=1, help="children of a tree's node")] = 10,
+    branch: Annotated[
+        int | None, typer.Option(min=1, help="children of a tree's node; default: by the budget, at most 10")
+    ] = None,
     temperature: Annotated[str | None, typer.Option(help="0 (greedy), or several: 0,0.7")] = None,
     top_p: Annotated[float, typer.Option(help="at temperatures above 0")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="at temperatures above 0; 0: all")] = 0,
@@ -153,7 +155,7 @@ class _Wanted:
     budgets: list[int]
     temperatures: list[float]
     replay: bool
-    branch: int
+    branch: int | None
     tree_depth: int | None
 
     def cases(self, maker: Maker) -> list[Case]:

@@ -48,6 +48,7 @@ class ModelDrafter(SessionDrafter):
             "name": identity.name,
             "weights": identity.weights,
             "dtype": identity.dtype,
+            "model_type": self.model.shape.model_type,
         }
 
 

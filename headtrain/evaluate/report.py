@@ -158,13 +158,27 @@ def html_report(sweep: Sweep) -> str:
     if len(sweep.cases) > 1:
         sections.append(("All cases", _cases_html(sweep)))
     for case in sweep.cases:
-        names = ["route", "prompts", "tau", *[f"α{j}" for j in range(1, case.settings["k"] + 1)]]
-        names += ["tokens/s plain", "tokens/s with drafts", "speed-up", "identical"]
-        sections.append((title(case), html_table(names, map(cells, case.summaries())) + html_list(caption(case))))
+        sections.append((title(case), _routes_html(case) + html_list(caption(case))))
     made = ", ".join(f"{name} {value}" for name, value in sweep.versions.items())
     sections.append(("Made with", html_list([made])))
     kinds = ", ".join(dict.fromkeys(case.drafter["kind"] for case in sweep.cases))
     return page(f"{kinds} on {sweep.target['name']}", sections)
+
+
+def _routes_html(case: Evaluation) -> str:
+    """A row for each route; acceptance as accepted/offered, cumulative in brackets."""
+    names = ["route", "prompts", "tau (95 %)", *[f"α{j}" for j in range(1, case.settings["k"] + 1)]]
+    names += ["nodes a round", "draft ms", "verify ms", "tokens/s plain", "with drafts", "speed-up", "identical"]
+    rows = []
+    for s in case.summaries():
+        alpha = [
+            f"{a / o:.2f} {a}/{o} ({c:.2f})" if o else "-" for (a, o), c in zip(s.alpha, s.cumulative, strict=True)
+        ]
+        tau = f"{s.tau:.2f}{_interval(s)}" if s.rounds else "-"
+        times = [_number(1e3 * s.draft_step, ".1f"), _number(1e3 * s.verify_step, ".1f")]
+        speeds = [_number(s.plain_rate, ".1f"), _number(s.speculative_rate, ".1f"), _number(s.speedup, ".2f", "x")]
+        rows.append([s.route, str(s.prompts), tau, *alpha, _number(s.nodes, ".1f"), *times, *speeds, _equal(s)])
+    return html_table(names, rows)
 
 
 def _cases_html(sweep: Sweep) -> str:

@@ -31,7 +31,8 @@ def head_for(target: Target, kind: str, seed: int = 1, draft_ids: list[int] | No
     """A head with every parameter random (all-zero blocks would hide faults)."""
     torch.manual_seed(seed)
     size = None if draft_ids is None else len(draft_ids)
-    config = parse_head({"kind": kind, "draft_vocab_size": size, **more})
+    reduced = {} if size is None else {"draft_vocab_size": size}
+    config = parse_head({"kind": kind, **reduced, **more})
     head = build_head(config, target.shape, None if size is None else torch.tensor(sorted(draft_ids)))
     with torch.no_grad():
         for name, parameter in head.named_parameters():

@@ -156,7 +156,14 @@ def test_a_static_tree_takes_the_ranks_it_says():
 
 
 @pytest.mark.parametrize(
-    ("kind", "more"), [("eagle3", {"depth": 5}), ("medusa", {"num_heads": 5}), ("eagle3", {"draft_ids": range(3, 200)})]
+    ("kind", "more"),
+    [
+        ("eagle3", {"depth": 5}),
+        ("eagle3", {"draft_ids": range(3, 200)}),
+        ("medusa", {"num_heads": 5}),
+        ("eagle1", {"depth": 5, "steps": 3}),
+        ("mtp", {"depth": 5}),
+    ],
 )
 @pytest.mark.parametrize("plan", [BUSHY, DynamicTree(12, 4, 3), DynamicTree(30, 5, 6)], ids=str)
 def test_trees_leave_the_text_as_it_is(target, text, kind, more, plan):
