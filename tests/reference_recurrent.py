@@ -47,9 +47,14 @@ def make(kind: str, rows: list[Row], dtype=torch.float64, seed: int = 0, shape: 
     return head, batch, final, lm_head
 
 
+def raw(final: Tensor) -> Tensor:
+    """[n, 1, H]: what plays the residual stream before the final norm: another vector, and of another scale."""
+    return (3 * final.roll(1, -1) + 0.5).unsqueeze(1)
+
+
 def features_of(batch: Batch, final: Tensor, lm_head: Tensor) -> Features:
     argmax, lse = Teacher(lm_head).summary(final)
-    return Features(final.new_zeros(len(batch), 0, H), torch.arange(len(batch)), final, argmax, lse)
+    return Features(raw(final), torch.arange(len(batch)), final, argmax, lse)
 
 
 def fast(head, batch: Batch, final: Tensor, lm_head: Tensor, depth: int | None = None):
@@ -86,7 +91,7 @@ def tree_equals_chains(case) -> None:
 
     def fresh():
         session = head.session(30)
-        session.extend(batch.ids[1:13], final.new_zeros(12, 0, H), final[:12])
+        session.extend(batch.ids[1:13], raw(final[:12]), final[:12])
         return session
 
     parents = [-1, -1, 0, 0, 1, 2, 4, 4, 5, 3, -1, 10]
@@ -187,7 +192,8 @@ def mtp_hidden(head, batch: Batch, final: Tensor, depth: int, own: bool) -> list
         y = norm(x, p["final_layernorm.weight"], eps)
         return (y if cfg.recycle == "normed" else x), y
 
-    return unroll(head, batch, final, depth, fuse, outputs, "block.", own, False)
+    state = raw(final)[:, 0] if cfg.start == "raw" else final
+    return unroll(head, batch, state, depth, fuse, outputs, "block.", own, False)
 
 
 def judged(head, batch: Batch, final: Tensor, lm_head: Tensor, hidden: list[Tensor], row_loss: Callable):

@@ -27,7 +27,7 @@ VARIANTS = {
     "eagle3": [{"depth": 3, "draft_vocab_size": 64}, {"depth": 2, "draft_vocab_size": None, "fc_norm": True}],
     "mtp": [
         {"depth": 3},
-        {"depth": 2, "context": "own", "labels": "soft", "recycle": "raw", "draft_vocab_size": 64},
+        {"depth": 2, "context": "own", "labels": "soft", "start": "normed", "recycle": "raw", "draft_vocab_size": 64},
         {"depth": 2, "concat": "embed_first", "own_lm_head": True, "attention_bias": True, "qk_norm": True},
     ],
     "medusa": [{"num_heads": 2}, {"num_heads": 3, "draft_vocab_size": 64, "labels": "soft"}, {"own_lm_head": False}],

@@ -11,7 +11,7 @@ such keys, nor has this.)
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -27,6 +27,10 @@ from .recurrent import Block, RecurrentHead
 
 
 class Eagle1Config(HeadConfig):
+    training_only: ClassVar[frozenset[str]] = frozenset(  # so that HASS can continue an EAGLE-1
+        {"depth", "steps", "noise", "regression_weight", "classification_weight", "loss", "topk", "topk_weight"}
+    )
+
     kind: Literal["eagle1"] = "eagle1"
     depth: int = Field(5, ge=1, description="tokens drafted in a row, and the depth to which it is measured")
     steps: int = Field(1, ge=1, description="steps that train; 1: EAGLE-1, more: HASS (3 in the paper)")

@@ -2,13 +2,15 @@
 
 The module is DeepSeek-V3's (arXiv 2412.19437, section 2.2): a projection M of [norm(state); norm(embedding)], one
 decoder block of the target's kind, a final norm, and the target's own lm_head. Fed with the token i+1+s at step s it
-drafts token i+2+s; the first state is the target's final feature. All depths share it, as in MiMo and FastMTP (arXiv
-2509.18362).
+drafts token i+2+s. All depths share it, as in MiMo and FastMTP (arXiv 2509.18362).
+
+The defaults are what vLLM 0.32 computes for MiMo, the form in which it serves a dense module: the first state is the
+target's residual stream *before* its final norm, the later ones are the module's output *after* its own.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -28,10 +30,15 @@ FAMILIES = {"qwen2": (True, False), "qwen3": (False, True)}
 
 
 class MtpConfig(HeadConfig):
+    training_only: ClassVar[frozenset[str]] = frozenset({"depth", "context", "labels", "loss", "beta"})
+
     kind: Literal["mtp"] = "mtp"
     depth: int = Field(3, ge=1, description="times that the module is applied in training")
     concat: Literal["hidden_first", "embed_first"] = Field(
         "hidden_first", description="order of M's input; hidden_first: MiMo's, which vLLM serves"
+    )
+    start: Literal["raw", "normed"] = Field(
+        "raw", description="first state; raw: before the target's final norm (MiMo), normed: after it (DeepSeek)"
     )
     recycle: Literal["normed", "raw"] = Field(
         "normed", description="state fed back; normed: after the final norm (MiMo), raw: before it (DeepSeek)"
@@ -85,6 +92,8 @@ class Mtp(RecurrentHead):
         return None if size is None or size >= shape.vocab_size else size
 
     def wants(self) -> Wants:
+        if self.config.start == "raw":  # the last index of hidden_states is the final norm's input
+            return Wants(layers=(self.shape.num_layers,), final="supervised", depth=self.config.depth)
         return Wants(layers=(), final="all", depth=self.config.depth)
 
     def init_from_target(self, weights: TargetWeights) -> list[str]:
@@ -114,6 +123,9 @@ class Mtp(RecurrentHead):
         if not self.config.zero_first_embedding:
             return embedded
         return embedded.masked_fill((positions == 0).unsqueeze(1), 0.0)
+
+    def first_state(self, layers: Tensor, final: Tensor) -> Tensor:
+        return layers[:, 0].to(self.dtype) if self.config.start == "raw" else super().first_state(layers, final)
 
     def fuse(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         parts = [self.hidden_layernorm(state), self.token_layernorm(embedded)]

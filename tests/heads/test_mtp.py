@@ -4,7 +4,19 @@ import pytest
 import reference_recurrent as reference
 import tiny
 import torch
-from reference_recurrent import PATTERNS, SHAPE, H, V, equal, fast, features_of, gradients, make, tree_equals_chains
+from reference_recurrent import (
+    PATTERNS,
+    SHAPE,
+    H,
+    V,
+    equal,
+    fast,
+    features_of,
+    gradients,
+    make,
+    raw,
+    tree_equals_chains,
+)
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from headtrain.config import RecipeError
@@ -18,7 +30,13 @@ from headtrain.types import Batch, Row, TargetWeights
 DEPTH = 4
 FORMS = {
     "mimo": {},
-    "deepseek": {"concat": "embed_first", "recycle": "raw", "labels": "soft", "zero_first_embedding": False},
+    "deepseek": {
+        "concat": "embed_first",
+        "start": "normed",
+        "recycle": "raw",
+        "labels": "soft",
+        "zero_first_embedding": False,
+    },
     "qwen2, own lm_head": {"attention_bias": True, "own_lm_head": True},
     "qwen3, reduced vocabulary": {"qk_norm": True, "draft_vocab_size": 40, "labels": "soft", "beta": 1.0},
     "reduced own lm_head, hard": {"own_lm_head": True, "draft_vocab_size": 40},
@@ -101,7 +119,7 @@ def test_session_equals_the_reference_at_every_position_and_step(form):
     wanted = [h @ weight.t() for h in reference.mtp_hidden(head, batch, final, DEPTH, own=False)]
     session, compared = head.session(len(batch)), 0
     for i in range(len(batch) - 1):
-        logits = session.extend(batch.ids[i + 1 : i + 2], final.new_zeros(1, 0, H), final[i : i + 1])
+        logits = session.extend(batch.ids[i + 1 : i + 2], raw(final[i : i + 1]), final[i : i + 1])
         for s in range(min(DEPTH, len(batch) - 2 - i)):
             if s:
                 logits = session.expand(torch.tensor([s - 2]), batch.ids[i + 1 + s : i + 2 + s])[0]
@@ -183,6 +201,20 @@ def test_the_block_is_of_the_targets_kind_and_starts_as_its_last_layer(name):
         mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
         theirs = body.layers[-1](x[None], position_embeddings=angles, attention_mask=mask)[0]
     torch.testing.assert_close(mine, theirs.view_as(mine), rtol=1e-4, atol=1e-5)
+
+
+def test_at_first_it_drafts_from_the_targets_own_feature():
+    """Raw start, closed branches, the target's final norm: the module's output is the target's final feature."""
+    target = family("qwen2")
+    head = build_head(parse_head({"kind": "mtp"}), target.shape, None)
+    head.attach(target.weights())
+    head.init_from_target(target.weights())
+    batch = Batch.pack([Row(list(range(3, 15)), [1] * 12)])
+    features = target.features(batch, head.wants())
+    assert torch.equal(features.final_at, torch.arange(11)) and features.layers.shape == (12, 1, 32)
+    logits = head.session(12).extend(batch.ids[1:], features.layers[:11], features.final)
+    # the stream is small here, so that the norms' epsilon, which enters twice, is seen: 1e-3 of logits near 1
+    torch.testing.assert_close(logits, target.teacher().logits(features.final[-1:])[0], rtol=1e-3, atol=1e-3)
 
 
 def test_a_target_whose_layer_does_not_fit_is_said():
