@@ -100,6 +100,37 @@ class TrainSection(Strict):
     muon_lr: float = Field(1e-2, gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
+class LoraSection(Strict):
+    """Low-rank adaptation: a matrix W acts as W + (alpha / r) B A; only A and B are trained."""
+
+    r: int = Field(32, ge=1, description="rank")
+    alpha: float = Field(16, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: list[str] | None = Field(None, description="endings of names; null: every matrix (target: every layer's)")
+
+
+class JointSection(Strict):
+    """Heads and target trained together, the target through LoRA: base loss + c * s(step) * the head's own loss."""
+
+    lora: LoraSection = Field(default_factory=LoraSection)
+    base_loss: Literal["ce", "kl"] = Field("ce", description="ce: on the text; kl: KL(target without adapter || with)")
+    c: float | None = Field(None, gt=0, description="weight of the head's loss; default 0.2, for kl 0.01")
+    schedule: Literal["constant", "sine"] | None = Field(
+        None, description="s(step): 1, or sin(pi/2 * share of the joint steps done); default: sine for kl"
+    )
+    head_lr_factor: float = Field(4.0, gt=0, description="the head's learning rate is this times train.lr")
+    heads_first: float = Field(0.0, ge=0, lt=1, description="fraction of the steps that train the head alone, first")
+    save: Literal["adapter", "merged"] = Field("adapter", description="merged: the whole adapted target is saved, too")
+
+    @property
+    def head_weight(self) -> float:
+        return self.c if self.c is not None else {"ce": 0.2, "kl": 0.01}[self.base_loss]
+
+    @property
+    def rises(self) -> bool:
+        return (self.schedule or {"ce": "constant", "kl": "sine"}[self.base_loss]) == "sine"
+
+
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup: float = Field(0.03, ge=0, description="fraction of the steps if below 1, else optimizer steps")
     decay: float = Field(0.2, gt=0, le=1, description="wsd: fraction of the steps in the final decay")
@@ -119,7 +150,14 @@ class TrainSection(Strict):
     trackers: list[Literal["wandb", "tensorboard"]] = Field(default_factory=list)
     max_bad_steps: int = Field(10, ge=1, description="non-finite steps in a row that stop the run")
     init: Literal["target", "random"] = Field("target", description="start from the target's own tensors")
-    warm_start: str | None = Field(None, description="folder of a trained head to continue from")
+    warm_start: str | None = Field(
+        None, description="trained head to continue from: a run, a checkpoint or an export on this machine"
+    )
+    warm_start_vocab: Literal["keep", "recipe"] = Field(
+        "keep", description="draft vocabulary of a warm start: keep the trained one, or choose it from this data"
+    )
+    lora: LoraSection | None = Field(None, description="adapt the head of `warm_start` by LoRA; it is saved merged")
+    joint: JointSection | None = Field(None, description="train the target with the head, through LoRA")
 
     @model_validator(mode="after")
     def _stages_sum_to_one(self) -> TrainSection:
@@ -134,6 +172,12 @@ class EvalSection(Strict):
     k: int = Field(5, ge=1, description="drafted tokens in a chain")
     temperature: float = Field(0.0, ge=0)
     max_new_tokens: int = Field(128, ge=1)
+    @model_validator(mode="after")
+    def _lora_has_a_head_to_adapt(self) -> TrainSection:
+        if self.lora is not None and self.warm_start is None:
+            raise ValueError("lora adapts a trained head; name it in train.warm_start, or leave train.lora out")
+        return self
+
     limit_per_route: int | None = Field(None, ge=1)
     seed: int = 0
 
@@ -160,6 +204,15 @@ class Recipe(Strict):
 
     @property
     def features_dir(self) -> Path:
+    @model_validator(mode="after")
+    def _joint_training_has_no_stored_features(self) -> Recipe:
+        if self.train.joint is not None and self.features.mode != "online":
+            raise ValueError(
+                "train.joint: the features change with the target, so that they cannot be stored; set "
+                "features.mode=online"
+            )
+        return self
+
         return Path(self.features.dir) if self.features.dir else self.output_dir / "features"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -56,8 +57,18 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise MetadataError(f"{path} cannot be read: {error}") from None
 
 
+@torch.no_grad()
 def head_tensors(head: DraftHead) -> dict[str, torch.Tensor]:
-    tensors = dict(head.state_dict())
+    """What is saved of a head. A parametrized weight (training by LoRA) is saved as it acts, under its own name."""
+    tensors, training = {}, head.training
+    head.eval()
+    for name, tensor in head.state_dict().items():
+        if "parametrizations." not in name:
+            tensors[name] = tensor
+        elif name.endswith(".original"):
+            name = name.replace("parametrizations.", "").removesuffix(".original")
+            tensors[name] = attrgetter(name)(head)
+    head.train(training)
     if head.draft_ids is not None:
         tensors[DRAFT_IDS] = head.draft_ids
     return tensors

@@ -15,6 +15,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from accelerate.utils import parse_flag_from_env, set_seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 from ..config import RecipeError
 from ..heads.base import DraftHead
@@ -37,7 +38,8 @@ class HeadLoss(nn.Module):
     ) -> LossSums:
         """exchange: ranks add up their gradients in this backward pass, which waits for one of every parameter; a
         shallow stage of the depth schedule gives none to some, so each is made to have one (zero)."""
-        sums = self.head.loss(batch, features, teacher, depth)
+        with parametrize.cached():  # a weight that is computed (LoRA) is computed once
+            sums = self.head.loss(batch, features, teacher, depth)
         if not exchange:
             return sums
         nothing = sum(p.reshape(-1)[0] for p in self.head.parameters() if p.requires_grad) * 0.0

@@ -26,6 +26,7 @@ from ..heads.base import DraftHead
 from ..heads.io import FILE as HEAD_FILE
 from ..heads.io import load_strict, read_tensors, save_head, save_tensors
 from ..metadata import Metadata, file_sha256, write_json
+from . import lora
 
 OPTIMIZER_FILE, TRAINER_FILE, BEST_FILE = "optimizer.safetensors", "trainer.json", "best.json"
 FORMAT = 1
@@ -135,6 +136,8 @@ def save(
             shutil.rmtree(temporary, ignore_errors=True)
             save_head(temporary, head, metadata)
             if optimizer:
+            if lora.adapted(head):
+                save_tensors(temporary / lora.FILE, lora.state(head))
                 save_tensors(temporary / OPTIMIZER_FILE, optimizer)
             files = {p.name: file_sha256(p) for p in sorted(temporary.iterdir())}
             trainer = {"format": FORMAT, "progress": vars(progress), "files": files, "made_from": origin}
@@ -177,7 +180,7 @@ def check_same_run(folder: Path, origin: dict[str, Any]) -> None:
     lines = [
         f"{key}: {theirs.get(key, '(absent)')!r} in the checkpoint, {mine.get(key, '(absent)')!r} now"
         for key in sorted({*theirs, *mine})
-        if theirs.get(key, "(absent)") != mine.get(key, "(absent)")
+        if theirs.get(key) != mine.get(key)  # an option that is newer than the checkpoint, and not in use, is None
     ]
     if lines:
         raise CheckpointError(
@@ -206,7 +209,10 @@ def resume(folder: Path, head: DraftHead, draft_ids_sha256: str | None) -> tuple
         raise CheckpointError(f"{folder}: draft vocabulary {found}, this run chose {draft_ids_sha256}")
     tensors = read_tensors(folder / HEAD_FILE)
     tensors.pop("draft_ids", None)
-    load_strict(head, tensors, str(folder / HEAD_FILE))
+    if lora.adapted(head):
+        lora.load(head, read_tensors(folder / lora.FILE), tensors, str(folder))
+    else:
+        load_strict(head, tensors, str(folder / HEAD_FILE))
     path = folder / OPTIMIZER_FILE
     return read_tensors(path) if path.exists() else {}, Progress(**_trainer(folder)["progress"])
 
