@@ -11,6 +11,7 @@ from rigs import PROMPT, head_for, overfit, tiny_target
 
 from headtrain.decode.drafters import HeadDrafter, Sampling
 from headtrain.decode.generate import generate
+from headtrain.decode.tree import DynamicTree, StaticTree
 from headtrain.shift import pair_mask
 from headtrain.types import Batch, Row
 
@@ -135,15 +136,19 @@ class Watched(HeadDrafter):
         return [torch.cat(parts) for parts in zip(*self.fed, strict=True)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+STATIC = StaticTree.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("plan", [None, STATIC, DynamicTree(9, 4, 3)], ids=["chain", "static", "dynamic"])
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
 @pytest.mark.parametrize(("kind", "more"), [("eagle3", {"layers": [1, 2, 3]}), ("medusa", {})])
-def test_after_a_partly_accepted_round_the_session_is_as_fresh(target, kind, more, temperature):
+def test_after_a_partly_accepted_round_the_session_is_as_fresh(target, kind, more, temperature, plan):
     """And what it was fed is what one whole forward of the target over the text gives."""
     text = generate(target, PROMPT, max_new_tokens=60, temperature=temperature, eos_ids=()).tokens
     outside = set(text[7:60:12])  # never drafted, so that runs break off
     head = head_for(target, kind, draft_ids=[i for i in range(384) if i not in outside], **more)
     overfit(target, head, PROMPT + text, steps=20)
-    drafter = Watched(head)
+    drafter = Watched(head, plan)
     out = generate(target, PROMPT, drafter=drafter, k=4, max_new_tokens=60, temperature=temperature, eos_ids=())
     accepted = {r.accepted for r in out.rounds}
     assert accepted & {1, 2, 3}, "no partly accepted round: the test shows nothing"

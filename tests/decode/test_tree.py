@@ -40,6 +40,7 @@ def test_ancestors_and_levels():
 def test_offered_is_the_longest_branch_below_the_accepted_path():
     tree = Proposal(torch.arange(5), parents=[-1, 0, 1, -1, 3])  # 0-1-2, 3-4
     assert [offered(tree, path) for path in ([], [0], [0, 1, 2], [3], [3, 4])] == [3, 3, 3, 2, 2]
+    assert offered(Proposal(torch.arange(4), parents=[-1, -1, 1, 2]), []) == 3  # the longest branch is not the first
     assert offered(Proposal(torch.arange(4)), [0]) == 4 and offered(None, []) == 0
 
 
