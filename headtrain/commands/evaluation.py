@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from ..config import Recipe, RecipeError, TargetSection
 from ..decode.drafters import Drafter, HeadDrafter
+from ..decode.generate import Acceptance
 from ..evaluate.acceptance import Case, Settings, describe_target, load_prompts, measure, versions
 from ..evaluate.report import html_report, tables
 from ..evaluate.stored import measure_stored
@@ -51,6 +52,9 @@ def evaluate(
     temperature: Annotated[str | None, typer.Option(help="0 (greedy), or several: 0,0.7")] = None,
     top_p: Annotated[float, typer.Option(help="at temperatures above 0")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="at temperatures above 0; 0: all")] = 0,
+    acceptance: Annotated[
+        str, typer.Option(help="lossless; or typical, for temperatures above 0: faster, and NOT lossless")
+    ] = "lossless",
     mode: Annotated[
         str,
         typer.Option(
@@ -92,6 +96,10 @@ def evaluate(
     headtrain eval --target targets/mine --prompts data/heldout --drafter prompt-lookup --drafter model:targets/small
     headtrain eval --server http://localhost:8000 --prompts data/heldout --baseline plain/server.json --slo-tpot-ms 20
     """
+    if acceptance not in get_args(Acceptance):
+        raise RecipeError(f"--acceptance {acceptance}: expected {' or '.join(get_args(Acceptance))}")
+    if acceptance == "typical" and (mode != "decode" or server is not None):
+        raise RecipeError("--acceptance typical: only by decoding here (--mode decode, no --server)")
     recipe = recipe_of(run) if run else None
     settings = recipe.eval if recipe else None
 
@@ -138,7 +146,7 @@ def evaluate(
             tree_depth=tree_depth,
         )
         limit = pick("limit_per_route", limit_per_route, None)
-        shared = Settings(top_p=top_p, top_k=top_k, max_new_tokens=tokens, seed=seed)
+        shared = Settings(top_p=top_p, top_k=top_k, max_new_tokens=tokens, seed=seed, acceptance=acceptance)
         to.mkdir(parents=True, exist_ok=True)
         sweep = _decoded(wanted, run, recipe, target_section(target, recipe), specs, limit, shared, to / JOURNAL)
     else:

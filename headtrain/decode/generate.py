@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +25,9 @@ from torch import Tensor
 from ..types import Proposal, TargetShape
 from .drafters import Drafter, Sampling
 from .tree import ancestors, offered
-from .verify import sample, top_two, verify_greedy, verify_sampled, warp
+from .verify import sample, top_two, verify_greedy, verify_sampled, verify_typical, warp
 
+Acceptance = Literal["lossless", "typical"]
 PREFILL_CHUNK = 1024  # prompt tokens of one forward, so that a long prompt makes no [prompt, V] logits
 
 
@@ -144,8 +145,11 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
     eos_ids: Collection[int] | None = None,
+    acceptance: Acceptance = "lossless",
 ) -> Generation:
     """Continue a prompt; with a drafter by chains or trees of up to k drafted tokens in depth, losslessly.
+
+    acceptance="typical" is NOT lossless: drafts that the target finds typical are accepted, see ``verify_typical``.
 
     Stops at (and with) the first of ``eos_ids`` (None: the target's; empty: never), at exactly max_new_tokens, or
     where the target's context is full. Near an end fewer than k tokens are drafted, so that none is wasted. The same
@@ -156,6 +160,8 @@ def generate(
     prompt = torch.as_tensor(prompt_ids, dtype=torch.int64).flatten()
     context = target.shape.max_positions
     _check(prompt, target.shape, max_new_tokens, temperature, top_p, top_k)
+    if acceptance == "typical" and temperature == 0:
+        raise ValueError("typical acceptance is for temperatures above 0; greedy drafts are verified losslessly")
     if drafter is not None:
         if k < 1:
             raise ValueError(f"k {k}: expected at least 1 drafted token")
@@ -166,6 +172,7 @@ def generate(
         ends=frozenset(target.eos_ids if eos_ids is None else eos_ids),
         limit=max_new_tokens,
         context=context,
+        typical=acceptance == "typical" and drafter is not None,
     )
     prompt = prompt.to(target.device)
     if drafter is None:
@@ -198,8 +205,11 @@ def _check(prompt: Tensor, shape: TargetShape, max_new_tokens: int, temperature:
 class _Run:
     """What the two loops share: the text so far, where it ends, the clock."""
 
-    def __init__(self, target: StepTarget, sampling: Sampling, ends: frozenset[int], limit: int, context: int) -> None:
+    def __init__(
+        self, target: StepTarget, sampling: Sampling, ends: frozenset[int], limit: int, context: int, typical: bool
+    ) -> None:
         self.target, self.sampling, self.ends, self.limit, self.context = target, sampling, ends, limit, context
+        self.typical = typical
         self.out = Generation()
         self.clock = _Clock(self.out.times, target.device)
 
@@ -227,6 +237,9 @@ class _Run:
                 raise ValueError(f"the target's logits are not finite after {len(self.out.tokens)} new tokens")
             return path, choices[rows].tolist(), kept
         p = warp(logits, self.sampling.temperature, self.sampling.top_p, self.sampling.top_k)
+        if self.typical:
+            path, token = verify_typical(proposal or Proposal(p.new_empty(0).long()), p)
+            return path, [*([] if proposal is None else proposal.tokens[path].tolist()), token], []
         if proposal is None:
             return [], [int(sample(p[0], self.sampling.generator))], []
         path, token = verify_sampled(proposal, p, self.sampling.generator)

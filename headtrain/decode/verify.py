@@ -1,4 +1,6 @@
-"""Lossless verification of a drafted tree (a chain is the tree without branches), as pure functions on tensors.
+"""Verification of a drafted tree (a chain is the tree without branches), as pure functions on tensors.
+
+Lossless but for ``verify_typical``, which is offered beside the lossless rules and says so.
 
 Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1) and Chen et al. 2023 (arXiv 2302.01318): a token x drafted
 from q is kept with probability min(1, p(x) / q(x)); at the first rejection the token comes from
@@ -120,6 +122,38 @@ def verify_sampled(proposal: Proposal, p: Tensor, generator: torch.Generator) ->
             return path, int(sample(left, generator))
         path.append(accepted)
         node = accepted
+
+
+EPSILON, DELTA = 0.09, 0.3  # of typical acceptance: the reference code's defaults
+
+
+def verify_typical(
+    proposal: Proposal, p: Tensor, epsilon: float = EPSILON, delta: float = DELTA
+) -> tuple[list[int], int]:
+    """Typical acceptance (Cai et al. 2024, arXiv 2401.10774, section 2.3.1), which is NOT lossless: the text is not
+    distributed as the target's own. The accepted path (node numbers, from the root down) and the token after it.
+
+    p as in ``verify_sampled``. A token x is accepted after its parent when p(x) > min(epsilon, delta exp(-H(p))); the
+    longest accepted path is taken, of several the likeliest, and the token after it is the target's most probable one,
+    as in the reference code. Nothing is drawn at random. Raises ValueError where p is not finite.
+    """
+    if not bool(p.isfinite().all()):
+        raise ValueError("the target's distribution is not finite")
+    parents = range(-1, proposal.tokens.numel() - 1) if proposal.parents is None else proposal.parents
+    above = torch.tensor([parent + 1 for parent in parents], dtype=torch.int64, device=p.device)
+    limit = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=epsilon)
+    chance = p[above, proposal.tokens]
+    accepted, log_chance = (chance > limit[above]).tolist(), chance.double().log().tolist()
+    paths: list[tuple[list[int], float]] = [([], 0.0)]  # of the root, then of each node: its path and log likelihood
+    best = paths[0]
+    for node, parent in enumerate(parents):
+        path, likelihood = paths[parent + 1]
+        reached = accepted[node] and (parent < 0 or path[-1:] == [parent])
+        paths.append(([*path, node], likelihood + log_chance[node]) if reached else ([], 0.0))
+        if (len(paths[-1][0]), paths[-1][1]) > (len(best[0]), best[1]) and reached:
+            best = paths[-1]
+    path = best[0]
+    return path, int(p[path[-1] + 1 if path else 0].argmax())
 
 
 def strike(q: Tensor, token: int) -> Tensor:

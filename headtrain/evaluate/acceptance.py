@@ -16,7 +16,7 @@ import torch
 from .. import __version__
 from ..config import digest
 from ..decode.drafters import Drafter
-from ..decode.generate import Generation, Round, generate
+from ..decode.generate import Acceptance, Generation, Round, generate
 from .journal import Journal
 from .progress import progress
 from .replay import match, replay
@@ -79,13 +79,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all cases share. eos_ids: None for the target's own."""
+    """What all cases share. eos_ids: None for the target's own. acceptance: typical is not lossless, and for
+    temperatures above 0."""
 
     top_p: float = 1.0
     top_k: int = 0
     max_new_tokens: int = 128
     seed: int = 0
     eos_ids: Collection[int] | None = None
+    acceptance: Acceptance = "lossless"
 
 
 def measure(
@@ -116,6 +118,8 @@ def measure(
         case.drafter.check(case.k, context)
         if case.replay and (case.temperature > 0 or case.drafter.tree):
             raise ValueError("replay answers greedy chains only: use decoding for trees and for temperatures above 0")
+        if settings.acceptance == "typical" and case.temperature == 0:
+            raise ValueError("typical acceptance is for temperatures above 0: leave temperature 0 out")
     run = _Measurement(target, cases, settings)
     sweep = Sweep(describe_target(target), versions(target), [run.empty(case) for case in cases])
     for case in sweep.cases:
@@ -149,6 +153,7 @@ class _Measurement:
             "seed": shared.seed,
             "eos_ids": sorted(self.target.eos_ids if shared.eos_ids is None else shared.eos_ids),
             "mode": REPLAY if case.replay else DECODE,
+            "acceptance": shared.acceptance,
         }
         return Evaluation({}, case.drafter.describe(), settings, {})
 
@@ -167,6 +172,7 @@ class _Measurement:
             top_k=shared.top_k,
             seed=shared.seed + number,
             eos_ids=shared.eos_ids,
+            acceptance="lossless" if case is None else shared.acceptance,
         )
 
     def warm_up(self, prompt: Prompt) -> None:

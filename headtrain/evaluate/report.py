@@ -13,6 +13,7 @@ from .curves import Series, html_list, html_table, line_plot, page
 from .results import ALL, DECODE, STORED, Evaluation, RouteSummary
 from .sweep import Sweep
 
+NOT_LOSSLESS = "typical acceptance: NOT lossless, the text is not distributed as the target's own"
 BLUE, GREY = "#2f6fb3", "#9aa5b1"
 
 
@@ -48,6 +49,8 @@ def case_table(sweep: Sweep) -> Table:
     if timed:
         s = timed.summary()
         lines.append(f"without drafts: {s.plain_rate:.1f} tokens/s, {1e3 * s.plain_step:.1f} ms a forward")
+    if not all(case.lossless for case in sweep.cases):
+        lines.append(NOT_LOSSLESS)
     for case in sweep.cases:
         lines += difference_lines(case, shown=2)
     out = _table("\n".join(lines))
@@ -86,7 +89,7 @@ def matrix(sweep: Sweep) -> Table:
 def title(case: Evaluation) -> str:
     """ "eagle3, chain of 5", with the temperature where it is not greedy and the mode where it was not decoded."""
     t, mode = case.settings["temperature"], case.settings["mode"]
-    warm = f", T {t:g}" if t else ""
+    warm = (f", T {t:g}" if t else "") + ("" if case.lossless else ", typical acceptance (not lossless)")
     return f"{case.drafter['kind']}, {case.shape}{warm}" + (f" ({mode})" if mode != DECODE else "")
 
 
@@ -114,6 +117,8 @@ def caption(case: Evaluation) -> list[str]:
         "tau: tokens for each target forward, the target's own included, ± 95 % over prompts; "
         "αk: k-th draft accepted where all before were; plain, spec: tokens/s without and with drafts",
     ]
+    if not case.lossless:
+        lines.append(NOT_LOSSLESS)
     if settings["mode"] == STORED:
         lines.append("teacher-forced on stored rows, nothing decoded: as decoding only where their answers are greedy")
     if s.rounds and case.timed:

@@ -121,9 +121,9 @@ class Evaluation:
     """One case: a drafter, drafting one shape at one temperature.
 
     target, drafter: who was measured. settings: k (depth), tree ("" for chains), temperature, top_p, top_k,
-    max_new_tokens, seed, eos_ids, and mode: "decode" (decoded and timed), "replay" (the rounds that decoding would
-    have had, from one batched pass: not timed), "stored" (replayed on stored rows). versions: of the software and the
-    machine.
+    max_new_tokens, seed, eos_ids, acceptance ("lossless", "typical"), and mode: "decode" (decoded and timed), "replay"
+    (the rounds that decoding would have had, from one batched pass: not timed), "stored" (replayed on stored rows).
+    versions: of the software and the machine.
     """
 
     target: dict[str, Any]
@@ -160,9 +160,17 @@ class Evaluation:
     def differences(self) -> list[PromptResult]:
         return [r for r in self.results if r.difference is not None]
 
+    @property
+    def lossless(self) -> bool:
+        """False: typical acceptance, whose text is not distributed as the target's."""
+        return self.settings.get("acceptance", "lossless") == "lossless"
+
     def acceptance(self) -> dict[str, RouteAcceptance]:
-        """For headtrain.json. Routes where nothing was decoded past the first token are left out."""
-        out = {}
+        """For headtrain.json, which holds lossless figures only. Routes where nothing was decoded past the first token
+        are left out."""
+        out: dict[str, RouteAcceptance] = {}
+        if not self.lossless:
+            return out
         for s in self.summaries():
             if s.rounds:
                 out[s.route] = RouteAcceptance(
