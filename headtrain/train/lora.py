@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from ..config import LoraSection, RecipeError
 from ..heads.base import DraftHead
-from ..heads.io import head_tensors
+from ..heads.io import DRAFT_IDS, head_tensors
 
 FILE = "lora.safetensors"
 
@@ -112,6 +112,8 @@ def load(head: DraftHead, tensors: dict[str, Tensor], saved: dict[str, Tensor], 
     for name, p in own.items():
         p.copy_(tensors[name])
     for name, tensor in head_tensors(head).items():
+        if name == DRAFT_IDS:
+            continue  # known by its hash
         if name not in saved or not torch.allclose(tensor.float(), saved[name].to(tensor.device).float(), 1e-4, 1e-5):
             raise ValueError(
                 f"{where}: with this adapter {name} is not what was saved beside it; the head that train.warm_start "

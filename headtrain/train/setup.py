@@ -25,7 +25,7 @@ from ..metadata import MetadataError, TargetIdentity
 from ..target.load import load_target
 from ..target.model import Target
 from ..types import Batch, Features, TargetShape, TargetWeights, Wants
-from . import checkpoint
+from . import checkpoint, lora
 from .backend import Backend
 from .trainer import Setup
 
@@ -62,6 +62,9 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console) -> Setup:
     }
     weights, train_rows = target.weights(), rows["train"].rows
     head = make_head(recipe, config, target.shape, weights, target.identity, rows["train"], console)
+    if recipe.train.lora is not None:
+        adapted = lora.inject(head, recipe.train.lora, recipe.train.seed)
+        console.print(f"LoRA of rank {recipe.train.lora.r} on {len(adapted)} matrices; the rest of the head is frozen")
     setup = Setup(
         head=head,
         teacher=target.teacher(),
