@@ -44,10 +44,16 @@ class ExpectedShape(Strict):
     tied: bool = False
     hidden_act: str = "silu"
     rope: dict[str, Any] = Field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    parameters: int | None = Field(None, description="all parameters of the target, for the memory estimate")
+    module: dict[str, Any] | None = Field(
+        None, description="further settings of the config that the checkpoint's own draft module follows from"
+    )
+    parameters: int | None = Field(None, ge=1, description="all parameters of the target, for the estimate")
+    active_parameters: int | None = Field(
+        None, ge=1, description="those that one token passes, for the estimate of a mixture of experts; default: all"
+    )
 
     def shape(self) -> TargetShape:
-        return TargetShape(**self.model_dump(exclude={"parameters"}))
+        return TargetShape(**self.model_dump(exclude={"parameters", "active_parameters"}))
 
 
 class TargetSection(Strict):
@@ -94,12 +100,6 @@ class Stage(Strict):
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class TrainSection(Strict):
-    lr: float = Field(1e-3, gt=0)
-    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: matrices by Muon, the rest by AdamW")
-    muon_lr: float = Field(1e-2, gt=0)
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
 class LoraSection(Strict):
     """Low-rank adaptation: a matrix W acts as W + (alpha / r) B A; only A and B are trained."""
 
@@ -131,6 +131,12 @@ class JointSection(Strict):
         return (self.schedule or {"ce": "constant", "kl": "sine"}[self.base_loss]) == "sine"
 
 
+class TrainSection(Strict):
+    lr: float = Field(1e-3, gt=0)
+    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: matrices by Muon, the rest by AdamW")
+    muon_lr: float = Field(1e-2, gt=0)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup: float = Field(0.03, ge=0, description="fraction of the steps if below 1, else optimizer steps")
     decay: float = Field(0.2, gt=0, le=1, description="wsd: fraction of the steps in the final decay")
@@ -166,18 +172,18 @@ class JointSection(Strict):
             raise ValueError(f"depth_schedule: the fractions sum to {total:g}, expected 1")
         return self
 
-
-class EvalSection(Strict):
-    prompts: list[str] = Field(default_factory=list, description="held-out prompts that are decoded")
-    k: int = Field(5, ge=1, description="drafted tokens in a chain")
-    temperature: float = Field(0.0, ge=0)
-    max_new_tokens: int = Field(128, ge=1)
     @model_validator(mode="after")
     def _lora_has_a_head_to_adapt(self) -> TrainSection:
         if self.lora is not None and self.warm_start is None:
             raise ValueError("lora adapts a trained head; name it in train.warm_start, or leave train.lora out")
         return self
 
+
+class EvalSection(Strict):
+    prompts: list[str] = Field(default_factory=list, description="held-out prompts that are decoded")
+    k: int = Field(5, ge=1, description="drafted tokens in a chain")
+    temperature: float = Field(0.0, ge=0)
+    max_new_tokens: int = Field(128, ge=1)
     limit_per_route: int | None = Field(None, ge=1)
     seed: int = 0
 
@@ -198,12 +204,6 @@ class Recipe(Strict):
             raise ValueError("head: needs `kind`; `headtrain heads` lists the kinds")
         return self
 
-    @property
-    def output_dir(self) -> Path:
-        return Path(self.output or f"runs/{self.name}")
-
-    @property
-    def features_dir(self) -> Path:
     @model_validator(mode="after")
     def _joint_training_has_no_stored_features(self) -> Recipe:
         if self.train.joint is not None and self.features.mode != "online":
@@ -213,6 +213,12 @@ class Recipe(Strict):
             )
         return self
 
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.output or f"runs/{self.name}")
+
+    @property
+    def features_dir(self) -> Path:
         return Path(self.features.dir) if self.features.dir else self.output_dir / "features"
 
 

@@ -6,7 +6,7 @@ Capture, store, trainer, decoder and exporter know a head only through this file
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -20,10 +20,16 @@ from ..losses import CHUNK_LOGITS
 from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
+from .forms import Form
 
 
 class HeadConfig(Strict):
-    """Base of each head's own section of the recipe. ``kind`` selects the head."""
+    """Base of each head's own section of the recipe. ``kind`` selects the head.
+
+    training_only: the keys that say how a head is trained, not what it computes: a warm start may change them.
+    """
+
+    training_only: ClassVar[frozenset[str]] = frozenset({"depth", "depth_decay", "labels", "loss"})
 
     kind: str
 
@@ -101,6 +107,10 @@ class DraftHead(nn.Module, ABC):
     def attach(self, weights: TargetWeights) -> None:
         """Share the target's frozen tensors (embedding, lm_head rows). Needed before loss and drafting."""
 
+    def check_start(self, weights: TargetWeights) -> None:
+        """Raises ValueError, before anything is captured, where ``init_from_target`` would not find what it needs."""
+        return None
+
     @abstractmethod
     def init_from_target(self, weights: TargetWeights) -> list[str]:
         """Start the trained parameters from the target's; returns what was done, for the log."""
@@ -135,7 +145,14 @@ class DraftHead(nn.Module, ABC):
     def export_spec(self, dialect: str) -> ExportSpec:
         """Tensors and config for ``dialect``; raises KeyError for one that this head has no form in."""
 
-    dialects: ClassVar[tuple[str, ...]] = ()
+    def checkpoint_tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """For a head that is a part of its target's checkpoint: what was trained, under the names that it has there.
+        names: those of the module's tensors in the files. Raises ValueError for any other head."""
+        raise ValueError(
+            f"a head of kind {self.config.kind!r} is no part of its target's checkpoint: export it, headtrain export"
+        )
+
+    dialects: ClassVar[Mapping[str, Form]] = {}
 
     @classmethod
     @abstractmethod

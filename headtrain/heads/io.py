@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from .. import vocab
 from ..metadata import DraftVocabPart, FeaturesPart, HeadPart, Metadata, MetadataError, TargetIdentity
 from .base import DraftHead
-from .catalog import build_head, parse_head
+from .catalog import build_head, head_class, parse_head
 
 FILE = "head.safetensors"
 DRAFT_IDS = "draft_ids"
@@ -100,7 +100,15 @@ def load_head(folder: str | Path) -> tuple[DraftHead, Metadata]:
         vocab.validate(draft_ids, shape.vocab_size)
         if vocab.sha256(draft_ids) != metadata.draft_vocab.sha256:
             raise MetadataError(f"{folder}: the draft vocabulary in {FILE} is not the one that headtrain.json names")
-    head = build_head(parse_head(metadata.head.config), shape, draft_ids)
+    config = parse_head(metadata.head.config)
+    asked = head_class(config.kind).uses_draft_vocab(config, shape)
+    found = None if draft_ids is None else draft_ids.numel()
+    if asked != found or (metadata.draft_vocab.sha256 is None) != (draft_ids is None):
+        raise MetadataError(
+            f"{folder}: its config asks for a draft vocabulary of {asked or 'all tokens'}, headtrain.json records "
+            f"{metadata.draft_vocab.size}, and {FILE} has a map `{DRAFT_IDS}` of {found or 'no'} ids; they must agree"
+        )
+    head = build_head(config, shape, draft_ids)
     load_strict(head, tensors, str(folder / FILE))
     return head, metadata
 

@@ -10,6 +10,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import ctypes
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from ..metadata import MetadataError
 from ..target.shape import TargetError
 from .backend import Backend
 from .checkpoint import CheckpointError
+from .lock import run_lock
 from .setup import prepare_run
 from .trainer import TrainError, summary, train
 
@@ -44,7 +46,7 @@ def main(
     recipe: Annotated[Path, typer.Argument(help="YAML recipe")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example train.lr=1e-4")] = None,
     fresh: Annotated[bool, typer.Option(help="start over; an earlier run is kept aside as previous-N")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved recipe and an estimate only")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print an estimate and the resolved recipe only")] = False,
 ) -> None:
     """Train the recipe's head. Running the same command again resumes from the last checkpoint.
 
@@ -61,17 +63,9 @@ def main(
             return
         backend = Backend(of.train.precision, of.train.trackers, of.output_dir)
         console.quiet = not backend.main
-        result = train(of, prepare_run(of, backend, console), backend, fresh)
-    except (
-        RecipeError,
-        DataError,
-        TargetError,
-        StoreError,
-        CheckpointError,
-        TrainError,
-        MetadataError,
-        OSError,
-    ) as error:
+        with run_lock(of.output_dir, console) if backend.main else nullcontext():
+            result = train(of, prepare_run(of, backend, console), backend, fresh)
+    except EXPECTED as error:
         console.print(f"error: {error}", style="red", markup=False)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

@@ -65,7 +65,8 @@ class Progress:
 
 def made_from(recipe: Recipe, head: DraftHead, data_sha256: str, precision: str, target: dict) -> dict[str, Any]:
     """Everything that the course of training follows from, flat: dotted key -> value."""
-    train = recipe.train.model_dump(mode="json", exclude=_NOT_TRAINING) | {"precision": precision}
+    unused = set() if recipe.train.warm_start else {"warm_start_vocab"}
+    train = recipe.train.model_dump(mode="json", exclude=_NOT_TRAINING | unused) | {"precision": precision}
     features = {"dtype": recipe.features.dtype}
     parts = {"head": head.config.model_dump(mode="json"), "train": train, "features": features, "target": target}
     return _flat(parts) | {"data_sha256": data_sha256}
@@ -135,9 +136,9 @@ def save(
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             save_head(temporary, head, metadata)
-            if optimizer:
             if lora.adapted(head):
                 save_tensors(temporary / lora.FILE, lora.state(head))
+            if optimizer:
                 save_tensors(temporary / OPTIMIZER_FILE, optimizer)
             files = {p.name: file_sha256(p) for p in sorted(temporary.iterdir())}
             trainer = {"format": FORMAT, "progress": vars(progress), "files": files, "made_from": origin}

@@ -20,14 +20,13 @@ from ..data.manifest import MANIFEST, Manifest, StoreError
 from ..data.store import FeatureStore
 from ..heads.base import DraftHead, HeadConfig
 from ..heads.catalog import build_head, head_class, parse_head
-from ..heads.io import head_tensors, load_head, load_strict
-from ..metadata import MetadataError, TargetIdentity
 from ..target.load import load_target
 from ..target.model import Target
 from ..types import Batch, Features, TargetShape, TargetWeights, Wants
-from . import checkpoint, lora
+from . import lora
 from .backend import Backend
 from .trainer import Setup
+from .warm import WarmStart, check_warm_start, read_warm_start
 
 
 def prepare_run(recipe: Recipe, backend: Backend, console: Console) -> Setup:
@@ -38,10 +37,13 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console) -> Setup:
     Raises RecipeError, DataError, TargetError, StoreError, CheckpointError.
     """
     config = parse_head(recipe.head)
+    warm = read_warm_start(recipe, config)
     console.print(f"loading the target {recipe.target.path}", markup=False)
     target = load_target(recipe.target, backend.device)
     wants = head_wants(recipe, target.shape)
     check_depths(recipe.train.depth_schedule, wants.depth)
+    if warm is not None:
+        check_warm_start(warm, config, target.shape, wants, target.identity, console)
     rows = plan_rows(recipe, target.tokenizer)
     for name, split in rows.items():
         for line in split.report:
@@ -61,7 +63,7 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console) -> Setup:
         for name, source in sources.items()
     }
     weights, train_rows = target.weights(), rows["train"].rows
-    head = make_head(recipe, config, target.shape, weights, target.identity, rows["train"], console)
+    head = make_head(recipe, config, target.shape, weights, rows["train"], console, warm)
     if recipe.train.lora is not None:
         adapted = lora.inject(head, recipe.train.lora, recipe.train.seed)
         console.print(f"LoRA of rank {recipe.train.lora.r} on {len(adapted)} matrices; the rest of the head is frozen")
@@ -134,34 +136,23 @@ def make_head(
     config: HeadConfig,
     shape: TargetShape,
     weights: TargetWeights,
-    identity: TargetIdentity,
     rows: Rows,
     console: Console,
+    warm: WarmStart | None = None,
 ) -> DraftHead:
-    """Build, attach and start the head: from ``train.warm_start``, from the target, or at random, as the recipe says.
-    The same recipe gives the same head on every rank and at every resume."""
+    """Build, attach and start the head: from ``warm``, from the target, or at random, as the recipe says. The same
+    recipe gives the same head on every rank and at every resume."""
     size = head_class(config.kind).uses_draft_vocab(config, shape)
-    warm = None
-    if recipe.train.warm_start is not None:
-        warm, draft_ids = _warm(recipe.train.warm_start, config, size, identity, console)
+    if warm is not None and warm.keep:
+        draft_ids = warm.draft_ids
     else:
         draft_ids = None if size is None else _choose(rows, shape, size)
     torch.manual_seed(recipe.train.seed)
     head = build_head(config, shape, draft_ids)
     head.attach(weights)
     if warm is not None:
-        if warm.wants().layers != head.wants().layers:
-            raise RecipeError(
-                f"train.warm_start: {recipe.train.warm_start} reads target layers {list(warm.wants().layers)}, this "
-                f"recipe's head {list(head.wants().layers)}"
-            )
-        tensors = head_tensors(warm)
-        tensors.pop("draft_ids", None)
-        try:
-            load_strict(head, tensors, recipe.train.warm_start)
-        except ValueError as error:
-            raise RecipeError(f"train.warm_start: {error}") from None
-        console.print(f"started from {recipe.train.warm_start}", markup=False)
+        for line in warm.start(head, weights):
+            console.print(line, markup=False)
     elif recipe.train.init == "target":
         for line in head.init_from_target(weights):
             console.print(f"init: {line}", markup=False)
@@ -173,34 +164,3 @@ def _choose(rows: Rows, shape: TargetShape, size: int) -> Tensor:
         return vocab.choose(count_tokens(rows.rows, shape.vocab_size), size)
     except ValueError as error:
         raise RecipeError(f"head: {error}") from None
-
-
-def _warm(
-    path: str, config: HeadConfig, size: int | None, identity: TargetIdentity, console: Console
-) -> tuple[DraftHead, Tensor | None]:
-    """The head to continue from, and its draft vocabulary, which stays as it was whatever the new corpus holds."""
-    if not Path(path).is_dir():
-        raise RecipeError(
-            f"train.warm_start: no folder {path!r}; expected a run, a checkpoint or an export in this project's own "
-            "form on this machine (nothing is fetched, and nothing is started at random instead)"
-        )
-    folder = checkpoint.find(path)
-    try:
-        warm, metadata = load_head(folder)
-    except (MetadataError, ValueError) as error:
-        raise RecipeError(f"train.warm_start: {error}") from None
-    if metadata.head.kind != config.kind:
-        raise RecipeError(f"train.warm_start: {folder} is a {metadata.head.kind!r} head, the recipe's {config.kind!r}")
-    differences = metadata.target.differences(identity)
-    fatal = [line for line in differences if line.startswith(("target shape", "target tokenizer"))]
-    if fatal:
-        raise RecipeError(f"train.warm_start: {folder} was trained on another target:\n  " + "\n  ".join(fatal))
-    for line in differences:  # the same target in another version: what a warm start is for
-        console.print(f"warm start on another version of the target: {line}", markup=False)
-    found = None if warm.draft_ids is None else warm.draft_ids.numel()
-    if found != size:
-        raise RecipeError(
-            f"train.warm_start: {folder} has a draft vocabulary of {found or 'all tokens'}, the recipe asks for "
-            f"{size or 'all tokens'}; it stays as it was trained: set the head's draft vocabulary size to it"
-        )
-    return warm, warm.draft_ids
