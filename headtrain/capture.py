@@ -29,7 +29,7 @@ from .metadata import TargetIdentity
 from .shift import final_positions, pair_mask
 from .target.load import load_target
 from .target.shape import TargetError
-from .types import Batch, Row, TargetShape, Wants
+from .types import Batch, Row, TargetShape, TargetWeights, Wants
 
 QUIET_SECONDS = 15.0  # between two lines of progress where there is no terminal
 
@@ -71,11 +71,18 @@ def plan_rows(recipe: Recipe, tokenizer: Any) -> dict[str, Rows]:
     return out
 
 
-def head_wants(recipe: Recipe, shape: TargetShape) -> Wants:
-    """What the recipe's head reads of its target. The head is built without memory: no draft vocabulary is needed."""
+def head_wants(recipe: Recipe, shape: TargetShape, weights: TargetWeights | None = None) -> Wants:
+    """What the recipe's head reads of its target. The head is built without memory: no draft vocabulary is needed.
+    Raises RecipeError where it cannot start from ``weights``."""
     config = parse_head(recipe.head)
     with torch.device("meta"):
-        return build_head(config, shape, None).wants()
+        head = build_head(config, shape, None)
+    if weights is not None:
+        try:
+            head.check_start(weights)
+        except ValueError as error:
+            raise RecipeError(f"target {recipe.target.path}: {error}") from None
+    return head.wants()
 
 
 def count_tokens(rows: Sequence[Row], vocab_size: int) -> Tensor:
@@ -137,7 +144,7 @@ def capture(
     if target is None:
         console.print(f"loading the target {recipe.target.path}", markup=False)
         target = load_target(recipe.target, "cuda" if torch.cuda.is_available() else "cpu")
-    wants = head_wants(recipe, target.shape)
+    wants = head_wants(recipe, target.shape, target.weights())
     if rows is None:
         rows = plan_rows(recipe, target.tokenizer)
         for name, split in rows.items():

@@ -15,7 +15,7 @@ target's final norm: exactly what its lm_head reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
@@ -167,7 +167,8 @@ class LossSums:
 @dataclass(frozen=True)
 class TargetShape:
     """The sizes and conventions of a target that a head's form follows from. ``rope`` is transformers 5's
-    ``rope_parameters`` form (rope_theta inside)."""
+    ``rope_parameters`` form (rope_theta inside). ``module``: where its checkpoints hold a draft module of their own,
+    the further settings of their config that the module's form follows from; None elsewhere."""
 
     architecture: str
     model_type: str
@@ -183,6 +184,7 @@ class TargetShape:
     tied: bool = False
     hidden_act: str = "silu"
     rope: dict = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    module: dict | None = None
 
     def replace(self, **changes) -> TargetShape:
         return replace(self, **changes)
@@ -194,13 +196,15 @@ class TargetWeights:
 
     embed [V, H] (scaled as the target feeds it to its first layer), lm_head [V, H], final_norm [H] as the
     *effective* weight (Gemma's 1+w is already added), last_layer: the last decoder layer's state dict with
-    Llama's names (``self_attn.q_proj.weight`` ...), empty where the family's names differ.
+    Llama's names (``self_attn.q_proj.weight`` ...), empty where the family's names differ. module: the tensors of the
+    checkpoint's own draft module by their names in its files, read when asked for; empty where it has none.
     """
 
     embed: Tensor
     lm_head: Tensor
     final_norm: Tensor
     last_layer: dict[str, Tensor] = field(default_factory=dict)
+    module: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass

@@ -139,6 +139,7 @@ class Mortal:
     def __init__(self, target, lives):
         self.target, self.lives = target, lives
         self.shape, self.tokenizer, self.identity = target.shape, target.tokenizer, target.identity
+        self.weights = target.weights
 
     def features(self, batch, wants):
         self.lives -= 1

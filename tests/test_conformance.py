@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import checkpoint_families
 import pytest
 import tiny
 import torch
@@ -30,19 +31,44 @@ VARIANTS = {
         {"depth": 2, "context": "own", "labels": "soft", "start": "normed", "recycle": "raw", "draft_vocab_size": 64},
         {"depth": 2, "concat": "embed_first", "own_lm_head": True, "attention_bias": True, "qk_norm": True},
     ],
+    "mtp-checkpoint": [
+        {"depth": 3},
+        {"depth": 2, "context": "own", "labels": "soft", "draft_vocab_size": 64},
+        {"depth": 2, "recycle": "normed"},
+    ],
     "medusa": [{"num_heads": 2}, {"num_heads": 3, "draft_vocab_size": 64, "labels": "soft"}, {"own_lm_head": False}],
 }
+# where a head needs a target of another family than Llama, that of each variant
+FAMILIES = {"mtp-checkpoint": ["mimo", "deepseek", "qwen3-next"]}
 CASES = [(kind, n) for kind in HEADS for n in range(len(VARIANTS[kind]))]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_folder):
-    return load_target(TargetSection(path=str(tiny_folder)))
-
-
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-def head(request, target):
-    kind, number = request.param
+def case(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def targets():
+    return {}
+
+
+@pytest.fixture
+def target(case, targets, tiny_folder, tmp_path_factory):
+    kind, number = case
+    name = FAMILIES[kind][number] if kind in FAMILIES else "llama"
+    if name not in targets:
+        folder = tiny_folder
+        if name != "llama":
+            folder = tmp_path_factory.mktemp(name)
+            checkpoint_families.save(folder, name, tokenizer=tiny.tokenizer(), vocab_size=384)
+        targets[name] = load_target(TargetSection(path=str(folder)))
+    return targets[name]
+
+
+@pytest.fixture
+def head(case, target):
+    kind, number = case
     config = parse_head({"kind": kind, **VARIANTS[kind][number]})
     size = HEADS[kind].uses_draft_vocab(config, target.shape)
     ids = None if size is None else torch.randperm(target.shape.vocab_size)[:size].sort().values

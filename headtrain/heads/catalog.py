@@ -14,12 +14,14 @@ from .eagle1 import Eagle1
 from .eagle3 import Eagle3
 from .medusa import Medusa
 from .mtp import Mtp
+from .mtp_checkpoint import MtpCheckpoint
 
 HEADS: dict[str, type[DraftHead]] = {
     "eagle1": Eagle1,
     "eagle3": Eagle3,
     "medusa": Medusa,
     "mtp": Mtp,
+    "mtp-checkpoint": MtpCheckpoint,
 }
 
 

@@ -203,8 +203,8 @@ class Mtp(RecurrentHead):
         seen = (depth - 1) * int((last * (last + 1) // 2).sum()) + int((batch.pos[start] + 1).sum())
         queries = (depth - 1) * keys + rows
         macs = 2 * keys * 2 * size * size + 3 * (depth - 1) * keys * size * size
-        macs += 3 * depth * keys * 2 * size * shape.num_kv_heads * shape.head_dim
-        return macs + 3 * queries * self.row_weights() + 6 * seen * shape.num_heads * shape.head_dim
+        macs += 3 * depth * keys * self.key_weights()
+        return macs + 3 * queries * self.row_weights() + 6 * seen * shape.num_heads * self.key_shape[1]
 
     def kept_values(self, tokens: int, supervised: int, depth: int) -> int:
         if self.config.context == "own":  # every position at every step but the last

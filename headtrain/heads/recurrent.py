@@ -131,6 +131,11 @@ class RecurrentHead(DraftHead):
     # -- what follows from it ----------------------------------------------------------------------------------
 
     @property
+    def key_shape(self) -> tuple[int, int]:
+        """Heads and size of a key, and of a value."""
+        return self.shape.num_kv_heads, self.shape.head_dim
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.block.self_attn.o_proj.weight.dtype
 
@@ -197,13 +202,21 @@ class RecurrentHead(DraftHead):
         pairs, shape = pair_mask(batch, depth), self.shape
         start = pairs[0].nonzero().squeeze(1)
         keys, deep, later = seen_positions(batch, start), int(pairs.sum()), int(pairs[1:].sum())
-        size, inner = shape.hidden_size, shape.num_heads * shape.head_dim
+        size, inner = shape.hidden_size, shape.num_heads * self.key_shape[1]
         seen = sum(int((batch.pos[p] + 1 + s).sum()) for s, p in enumerate(pairs))  # keys over all queries
         macs = 2 * keys * 2 * size * size  # fuse: its inputs are frozen at step 0; the embedding half once a token
         macs += (3 if through else 2) * later * size * size
-        macs += 3 * (keys + later) * 2 * size * shape.num_kv_heads * shape.head_dim
+        macs += 3 * (keys + later) * self.key_weights()
         macs += 3 * deep * self.row_weights()
         return macs + 6 * seen * inner  # two products forward, four backward
+
+    def key_weights(self) -> int:
+        """Matrix entries that one key and its value pass: k and v."""
+        return self.block.self_attn.k_proj.weight.numel() + self.block.self_attn.v_proj.weight.numel()
+
+    def mlp_width(self) -> int:
+        """Inner size of the MLP that one query passes."""
+        return self.block.mlp.gate_proj.out_features
 
     def row_weights(self) -> int:
         """Matrix entries that one query passes: q, o and the MLP."""
@@ -212,10 +225,10 @@ class RecurrentHead(DraftHead):
         return sum(m.weight.numel() for m in matrices if isinstance(m, nn.Linear))
 
     def kept_values(self, tokens: int, supervised: int, depth: int) -> int:
-        shape = self.shape
-        size, inner, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        heads, width = self.key_shape
+        size, inner, kv = self.shape.hidden_size, self.shape.num_heads * width, heads * width
         once = tokens * (7 * size + 4 * kv)  # feature, embedding, both normed and joined, input, keys, values
-        row = 9 * size + 3 * inner + 4 * kv + 4 * self.block.mlp.gate_proj.out_features  # one query at one step
+        row = 9 * size + 3 * inner + 4 * kv + 4 * self.mlp_width()  # one query at one step
         return once + supervised * depth * (row + 2 * size)  # and its hidden state by teacher row, with gradient
 
     def session(self, max_length: int) -> Session:
@@ -235,8 +248,8 @@ class RecurrentSession(Session):
 
     def __init__(self, head: RecurrentHead, max_length: int) -> None:
         self.head, self.attention = head, head.block.self_attn
-        weight = self.attention.k_proj.weight
-        room = (1, head.shape.num_kv_heads, max_length + self.SPARE, head.shape.head_dim)
+        heads, size = head.key_shape
+        weight, room = self.attention.o_proj.weight, (1, heads, max_length + self.SPARE, size)
         self.keys, self.values = weight.new_zeros(room), weight.new_zeros(room)
         self.length = 0
         self._forget()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from . import own_module
 from .parts import NORM_NAMES
 from .shape import TargetError
 
@@ -77,9 +78,10 @@ def find_tensor_names(folder: str | Path) -> TensorNames:
     heads = [n for n in names if any(n == e or n.endswith("." + e) for e in LM_HEADS) and not OTHER_TOWERS.search(n)]
     heads = [n for n in heads if not re.search(r"\.\d+\.", n)]  # attention outputs are called `output` in places
     layers: dict[int, dict[str, str]] = {}
+    modules = own_module.layer_modules(names)  # numbered on after the decoder's layers
     pattern = re.compile(rf"{re.escape(prefix)}(?:{'|'.join(LAYER_LISTS)})\.(\d+)\.(.+)")
     for name in inside:
-        if match := pattern.fullmatch(name):
+        if not name.startswith(modules) and (match := pattern.fullmatch(name)):
             layers.setdefault(int(match[1]), {})[match[2]] = name
     if not layers or sorted(layers) != list(range(len(layers))):
         raise TargetError(f"{folder}: decoder layers {sorted(layers)} under `{prefix}`, expected 0..n-1 without gaps")

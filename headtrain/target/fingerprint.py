@@ -187,13 +187,16 @@ def identify(model: nn.Module, tokenizer: Any, source: Source) -> TargetIdentity
     return _identity(model.config, tokenizer, source, weight_digests(model))
 
 
-def identify_local(folder: str | Path, source: Source | None = None, tokenizer: Any = None) -> TargetIdentity:
-    """The identity of a local folder of safetensors, without building the model. Raises TargetError."""
+def identify_local(
+    folder: str | Path, source: Source | None = None, tokenizer: Any = None, config: Any = None
+) -> TargetIdentity:
+    """The identity of a local folder of safetensors, without building the model. tokenizer, config: where they are
+    loaded already. Raises TargetError."""
     from transformers import AutoConfig, AutoTokenizer
 
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise TargetError(f"{folder} has no config.json: expected a folder saved by transformers")
-    config = AutoConfig.from_pretrained(folder)
+    config = config if config is not None else AutoConfig.from_pretrained(folder)
     tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(folder)
     return _identity(config, tokenizer, source or Source(str(folder)), local_weight_digests(folder))

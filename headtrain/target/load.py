@@ -248,7 +248,20 @@ def load_target(section: TargetSection, device: torch.device | str = "cpu") -> T
         source = _source(section, place, config)
         model = _load_model(section, place, config, device)
         tokenizer = load_tokenizer(section)
-    return Target.of(model, tokenizer, source, section.attention)
+    target = Target.of(model, tokenizer, source, section.attention)
+    target.folder = _folder(section, place)
+    return target
+
+
+def _folder(section: TargetSection, place: Place) -> Path | None:
+    """Where the checkpoint's files lie on this machine once it is loaded; None for a GGUF file."""
+    if place.gguf:
+        return None
+    if place.local:
+        return Path(place.base)
+    from transformers.utils import cached_file
+
+    return Path(cached_file(place.base, "config.json", revision=section.revision)).parent
 
 
 # -- a plain copy of a GGUF file ---------------------------------------------------------------------------------
@@ -333,5 +346,5 @@ def identify_section(section: TargetSection) -> TargetIdentity:
     place = locate(section)
     if place.local and not place.gguf:
         config = _config(section, place)
-        return identify_local(place.base, _source(section, place, config), load_tokenizer(section))
+        return identify_local(place.base, _source(section, place, config), load_tokenizer(section), config)
     return load_target(section).identity

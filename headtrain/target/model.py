@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,9 @@ from ..metadata import TargetIdentity
 from ..teacher import Teacher
 from ..types import Batch, Features, TargetShape, TargetWeights, Wants
 from .features import Tap, body_forward, compute_features, enable_packing, packed_limit
+from .files import tensor_files
 from .fingerprint import Source, identify
+from .own_module import ModuleTensors
 from .parts import Conventions, Parts, check_teacher, find_parts, measure, target_weights
 from .shape import TargetError, shape_from_config
 
@@ -26,7 +29,7 @@ LINEAR_KINDS = ("linear", "mamba", "conv", "recurrent", "hybrid")
 @dataclass
 class Target:
     """A frozen target. ``packed``: features come from one forward over the flat run; ``longest_packed``: and only
-    where no document is longer than this (None: any length)."""
+    where no document is longer than this (None: any length). ``folder``: where its files are, if any."""
 
     model: nn.Module
     tokenizer: Any
@@ -37,6 +40,7 @@ class Target:
     packed: bool
     longest_packed: int | None
     eos_ids: tuple[int, ...]
+    folder: Path | None = None
     _cache_argument: str = field(repr=False, default="past_key_values")
 
     @classmethod
@@ -88,7 +92,10 @@ class Target:
 
     @cached_property
     def _weights(self) -> TargetWeights:
-        return target_weights(self.parts, self.conventions)
+        weights = target_weights(self.parts, self.conventions)
+        if self.shape.module and self.folder is not None and any(self.folder.glob("*.safetensors")):
+            weights.module = ModuleTensors(tensor_files(self.folder))
+        return weights
 
     def weights(self) -> TargetWeights:
         return self._weights

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 
+import checkpoint_families
 import pytest
 import tiny
 import torch
@@ -27,8 +28,11 @@ SECTION = LoraSection(r=3, alpha=7.5)
 
 
 @pytest.fixture(scope="module")
-def target(tiny_folder):
-    return load_target(TargetSection(path=str(tiny_folder)))
+def target(tmp_path_factory):
+    """Of a family that every head fits: its checkpoints hold a draft module of their own."""
+    folder = tmp_path_factory.mktemp("mimo")
+    checkpoint_families.save(folder, "mimo", tokenizer=tiny.tokenizer(), vocab_size=384, num_hidden_layers=8)
+    return load_target(TargetSection(path=str(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +171,7 @@ def recipe(folder, data, output, **train) -> Recipe:
     )
 
 
-def test_adapts_a_trained_head_and_resumes_bit_for_bit(target, tiny_folder, tmp_path, backend):
+def test_adapts_a_trained_head_and_resumes_bit_for_bit(target, tmp_path, backend):
     data, quiet = tmp_path / "rows.jsonl", Console(quiet=True)
     turns = [[("user", f"hello {i}"), ("assistant", "The quick brown fox " * (i % 3 + 1))] for i in range(12)]
     lines = [json.dumps({"messages": [{"role": r, "content": c} for r, c in turn]}) for turn in turns]
@@ -175,7 +179,7 @@ def test_adapts_a_trained_head_and_resumes_bit_for_bit(target, tiny_folder, tmp_
     started, head = tmp_path / "started", build(target, "eagle3", full_vocab=True)
     save_head(started, head, head_metadata(head, target.identity))
     more = dict(warm_start=str(started), lora={"r": 4, "alpha": 8, "dropout": 0.1})
-    whole, part = (recipe(tiny_folder, data, tmp_path / name, **more) for name in ("whole", "part"))
+    whole, part = (recipe(target.folder, data, tmp_path / name, **more) for name in ("whole", "part"))
     one = train(whole, prepare_run(whole, backend, quiet), backend).last
     train(part, prepare_run(part, backend, quiet), backend)
     shutil.rmtree(tmp_path / "part/checkpoints/step-000004")
@@ -193,6 +197,6 @@ def test_adapts_a_trained_head_and_resumes_bit_for_bit(target, tiny_folder, tmp_
         torch.testing.assert_close(saved[name], base[name] + ab[f"{name}.lora_B"] @ ab[f"{name}.lora_A"] * 2)
     head, _ = load_head(one)  # any tool reads it as a head like any other
     assert not lora.adapted(head)
-    again = recipe(tiny_folder, data, tmp_path / "whole", **{**more, "lora": {"r": 2}})
+    again = recipe(target.folder, data, tmp_path / "whole", **{**more, "lora": {"r": 2}})
     with pytest.raises(CheckpointError, match="train.lora.r: 4 in the checkpoint, 2 now"):
         train(again, setup, backend)
