@@ -16,10 +16,9 @@ class Journal:
         self.path, self.records = path, []
         if path is None:
             return
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-        whole = [line for line in lines if line.endswith("\n")]
-        if whole and _parsed(whole[0]) == {"key": key}:
-            for line in whole[1:]:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        if lines and _parsed(lines[0]) == {"key": key}:
+            for line in lines[1:]:
                 record = _parsed(line)
                 if record is None:
                     break

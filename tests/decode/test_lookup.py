@@ -50,6 +50,12 @@ def test_nothing_is_drafted_where_nothing_is_found():
     assert drafter.draft(torch.tensor([2, 3, 4]), None, None, 4, GREEDY) is None
 
 
+def test_an_occurrence_that_begins_in_the_prompt_is_none_in_the_answer():
+    drafter = LookupDrafter("answer", 2, 2)
+    drafter.start(torch.tensor([9, 1]), 20)
+    assert drafter.draft(torch.tensor([1, 2, 5, 1, 2]), None, None, 3, GREEDY) is None
+
+
 def test_branches_are_distinct_and_share_their_beginnings():
     drafter = LookupDrafter("text", 2, 1, branches=3, nodes=7)
     prompt = [1, 2, 9, 5, 1, 2, 7, 8, 1, 2, 7, 6, 3]
