@@ -20,6 +20,7 @@ from .commands.common import (
     checkpoint_of,
     device,
     err,
+    load_for,
     out,
     recipe_of,
     require_same_target,
@@ -161,14 +162,13 @@ def export(
     from .export.core import export_head, launch_line
     from .export.probe import make_probe
     from .heads.io import load_head
-    from .target.load import load_target
 
     folder = checkpoint_of(run)
     head, metadata = load_head(folder)
     section = target_section(target, recipe_of(run), required=probe)
     stored = weights = None
     if probe:
-        loaded = load_target(section, device())
+        loaded = load_for(section, folder)
         require_same_target(metadata, loaded.identity, folder)
         stored, weights = make_probe(loaded, head.wants().layers), loaded.weights()
     measured = acceptance or (run / "eval" / "eval.json" if (run / "eval" / "eval.json").is_file() else None)

@@ -24,9 +24,19 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class AdapterPart(_Part):
+    """A LoRA adapter that a target was trained with. sha256: of its tensors; config: rank, alpha, dropout and the
+    layers it is on; weights: the fingerprint (as ``TargetIdentity.weights``) of the target with it merged."""
+
+    sha256: str
+    config: dict[str, Any]
+    weights: dict[str, str]
+
+
 class TargetIdentity(_Part):
     """Who the target is. ``weights``: sha256 by sampled tensor (embedding, lm_head, final norm, first, middle and
-    last layer); ``tokenizer``: sha256 of vocabulary, merges and added tokens; ``chat_template``: sha256 of the text."""
+    last layer); ``tokenizer``: sha256 of vocabulary, merges and added tokens; ``chat_template``: sha256 of the text;
+    ``adapter``: set where the target is these weights and an adapter."""
 
     name: str
     revision: str | None = None
@@ -36,6 +46,12 @@ class TargetIdentity(_Part):
     weights: dict[str, str]
     tokenizer: str
     chat_template: str | None = None
+    adapter: AdapterPart | None = None
+
+    @property
+    def acting(self) -> dict[str, str]:
+        """The fingerprint of what the target computes with: the weights, the adapter merged."""
+        return self.weights if self.adapter is None else self.adapter.weights
 
     def target_shape(self) -> TargetShape:
         return TargetShape(**self.shape)
@@ -43,14 +59,21 @@ class TargetIdentity(_Part):
     def differences(self, other: TargetIdentity) -> list[str]:
         """One line for each item that differs, with both values; empty when features of one fit the other."""
         lines = []
+        merged = (self.adapter is None) != (other.adapter is None)  # the one's adapter may be in the other's weights
         for name in ("shape", "dtype", "quantization", "weights", "tokenizer", "chat_template"):
+            if merged and name in ("dtype", "quantization"):
+                continue  # of the base
             mine, theirs = getattr(self, name), getattr(other, name)
+            if name == "weights":
+                mine, theirs = self.acting, other.acting
             if isinstance(mine, dict):
                 for key in sorted({*mine, *theirs}):
                     if mine.get(key) != theirs.get(key):
                         lines.append(f"target {name}.{key}: {mine.get(key)!r} against {theirs.get(key)!r}")
             elif mine != theirs:
                 lines.append(f"target {name}: {mine!r} against {theirs!r}")
+        if self.adapter and other.adapter and self.adapter.sha256 != other.adapter.sha256:
+            lines.append(f"target adapter: {self.adapter.sha256!r} against {other.adapter.sha256!r}")
         return lines
 
 

@@ -13,6 +13,7 @@ from ..config import Recipe, RecipeError, TargetSection, load_recipe
 if TYPE_CHECKING:
     from ..heads.base import DraftHead
     from ..metadata import Metadata, TargetIdentity
+    from ..target.model import Target
 
 out = Console(soft_wrap=True, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -70,6 +71,19 @@ def target_section(path: str | None, recipe: Recipe | None, required: bool = Tru
     if required:
         raise RecipeError("which target? give --target (no recipe.yaml beside this head names one)")
     return None
+
+
+def load_for(section: TargetSection, run: Path | None) -> Target:
+    """Load a target; where ``run``'s head was trained with an adapter on it, with that adapter."""
+    from ..metadata import FILE, Metadata
+    from ..target.adapter import adopt
+    from ..target.load import load_target
+
+    target = load_target(section, device())
+    if run is not None and ((run / FILE).is_file() or (run / "checkpoints").is_dir()):
+        folder = run if (run / FILE).is_file() else checkpoint_of(run)
+        adopt(target, Metadata.read(folder).target, folder)
+    return target
 
 
 def require_same_target(metadata: Metadata, found: TargetIdentity, where: Path) -> None:

@@ -17,7 +17,16 @@ from ..evaluate.report import html_report, tables
 from ..evaluate.stored import measure_stored
 from ..evaluate.sweep import Sweep
 from ..metadata import write_text
-from .common import TargetOption, checkpoint_of, device, out, read_head, recipe_of, require_same_target, target_section
+from .common import (
+    TargetOption,
+    checkpoint_of,
+    load_for,
+    out,
+    read_head,
+    recipe_of,
+    require_same_target,
+    target_section,
+)
 from .drafters import Maker, numbers
 
 JOURNAL = "eval.unfinished"
@@ -193,9 +202,7 @@ def _decoded(
     settings: Settings,
     journal: Path,
 ) -> Sweep:
-    from ..target.load import load_target
-
-    loaded = load_target(target, device())
+    loaded = load_for(target, run)
     cases = wanted.cases(Maker(loaded, run, recipe, wanted.branch, wanted.tree_depth))
     found = load_prompts(loaded.tokenizer, prompts, limit)
     try:
@@ -206,7 +213,6 @@ def _decoded(
 
 def _stored(run: Path | None, recipe: Recipe | None, target: str | None, ks: list[int], limit: int | None) -> Sweep:
     from ..data.store import FeatureStore
-    from ..target.load import load_target
 
     if run is None:
         raise RecipeError("--mode stored: give the RUN whose head and stored rows are meant")
@@ -217,7 +223,7 @@ def _stored(run: Path | None, recipe: Recipe | None, target: str | None, ks: lis
     if folder is None:
         raise RecipeError(f"no stored features at {folders[0]} or {folders[1]}: `headtrain capture` makes them")
     head, metadata, where = read_head(run)
-    loaded = load_target(target_section(target, recipe), device())
+    loaded = load_for(target_section(target, recipe), run)
     require_same_target(metadata, loaded.identity, where)
     store = FeatureStore(folder)
     head.attach(loaded.weights())

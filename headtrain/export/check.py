@@ -94,7 +94,7 @@ def check(export: str | Path, target: str | TargetSection, *, probe: bool = True
         return result
     stored = read_probe(folder)
     outcome = compare(stored, loaded if loaded is not None else load_target(section, device))
-    _judge_probe(outcome, metadata.target.weights == found.weights, result)
+    _judge_probe(outcome, metadata.target.acting == found.acting, result)
     return result
 
 
@@ -143,7 +143,7 @@ def _compare_identity(metadata: Metadata, found: TargetIdentity, result: CheckRe
     _compare_weights(trained, found, same and tokenizer, result)
     result.equal("dtype", trained.dtype, found.dtype, "warn")
     # a plain copy of dequantised weights is the same target
-    otherwise = "ok" if trained.weights == found.weights else "warn"
+    otherwise = "ok" if trained.acting == found.acting else "warn"
     result.equal("quantisation", trained.quantization or "none", found.quantization or "none", otherwise)
     length = metadata.training.max_length if metadata.training else None
     if length is None:
@@ -172,16 +172,24 @@ def _short(value: str | None) -> str:
 
 def _compare_weights(trained: TargetIdentity, found: TargetIdentity, same_form: bool, result: CheckResult) -> None:
     """The fingerprint's row, and the relation in words."""
-    names = sorted({*trained.weights, *found.weights})
-    differ = [n for n in names if trained.weights.get(n) != found.weights.get(n)]
+    wanted, given = trained.acting, found.acting
+    names = sorted({*wanted, *given})
+    differ = [n for n in names if wanted.get(n) != given.get(n)]
     kept = [n for n in names if n not in differ]
     if not differ:
         result.add("weights", f"{len(names)} sampled tensors", "all equal", "ok")
         result.relation = "the trained target" if same_form else "the trained target's weights in another form"
+        if trained.adapter is not None and found.adapter is None:
+            result.relation += " (the adapter that was trained with the head is merged in it)"
         return
     which = "all differ" if not kept else f"differ: {', '.join(differ)}; equal: {', '.join(kept)}"
     result.add("weights", f"{len(names)} sampled tensors", which, "mismatch")
-    if same_form:
+    if trained.adapter is not None and found.weights == trained.weights:
+        result.relation = (
+            "the base of the trained target, without the adapter that was trained with the head. Speculation stays "
+            "lossless, but fewer drafts are accepted: merge the adapter that lies beside the head into it"
+        )
+    elif same_form:
         result.relation = (
             "a derivative of the trained target (fine-tune, LoRA or another quantisation): same sizes and tokenizer, "
             "other weights. Speculation stays lossless, but fewer drafts may be accepted: measure it with "

@@ -17,6 +17,7 @@ from ..heads.io import FILE as HEAD_FILE
 from ..heads.io import head_tensors, load_head, save_tensors
 from ..metadata import FILE as METADATA_FILE
 from ..metadata import ExportPart, Metadata, RouteAcceptance, file_sha256, write_json
+from ..target.adapter import FOLDER as ADAPTER
 from ..types import TargetShape, TargetWeights
 from .card import write_card
 from .engines import ENGINES, NATIVE, Engine, ExportError, launch_command, resolve
@@ -68,6 +69,8 @@ def export_head(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
+        if metadata.target.adapter is not None:
+            _copy_adapter(checkpoint, temporary)
         spec = _write(temporary, head, metadata, row, name, probe)
         _prove(temporary, head, row, spec)
         for note in _length_warnings(metadata):
@@ -96,7 +99,8 @@ def _write(
 
     def record() -> ExportSpec:
         """headtrain.json last: it names what the other files hold."""
-        metadata.export.files = {p.name: file_sha256(p) for p in sorted(folder.iterdir())}
+        found = sorted(p for p in folder.rglob("*") if p.is_file())
+        metadata.export.files = {p.relative_to(folder).as_posix(): file_sha256(p) for p in found}
         metadata.write(folder)
         return spec
 
@@ -106,6 +110,18 @@ def _write(
     save_tensors(folder / WEIGHTS, cast(spec.tensors))
     write_json(folder / CONFIG, spec.config | {DTYPE_KEY: dtype})
     return record()
+
+
+def _copy_adapter(checkpoint: Path, folder: Path) -> None:
+    """The head drafts well for the adapted target only: its adapter goes with it."""
+    if not (checkpoint / ADAPTER).is_dir():
+        raise ExportError(f"{checkpoint}: {METADATA_FILE} names an adapter of the target, but there is no {ADAPTER}/")
+    shutil.copytree(checkpoint / ADAPTER, folder / ADAPTER)
+    warnings.warn(
+        f"the target was trained with this head: serve the base with {ADAPTER}/ merged into it, or a checkpoint's "
+        "merged/ (train.joint.save=merged); the plain base accepts fewer drafts",
+        stacklevel=3,
+    )
 
 
 def _spec(head: DraftHead, row: Engine) -> ExportSpec:

@@ -105,7 +105,7 @@ class Eagle1(RecurrentHead):
         hidden = align(self.unroll(batch, state, start, unrolled, detach=True), unrolled)
         pairs = align_pairs(pairs, start)
         where = torch.searchsorted(features.final_at, start + 1)
-        final, config = features.final[where], self.config
+        final, config = features.final[where].detach(), self.config  # labels, also where the target is trained, too
         targets = SoftTargets(final, teacher, features.argmax[where], features.lse[where])
         weight = torch.zeros(unrolled)
         weight[:trained] = config.classification_weight

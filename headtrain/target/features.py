@@ -90,10 +90,16 @@ def _one_by_one(parts: Parts, batch: Batch, tap: Tap) -> Tensor:
 
 @torch.no_grad()
 def compute_features(target: Target, batch: Batch, wants: Wants) -> Features:
-    """The target's hidden states for a batch, on the target's device and in its dtype.
+    """``features_in_graph`` without a graph. ``no_grad`` and not inference mode: the result enters the graph of a head
+    that is trained on the fly."""
+    return features_in_graph(target, batch, wants)
 
-    One forward over the flat run where the family's attention can be packed exactly, else one a document. ``no_grad``
-    and not inference mode: the result enters the graph of a head that is trained on the fly.
+
+def features_in_graph(target: Target, batch: Batch, wants: Wants) -> Features:
+    """The target's hidden states for a batch, on the target's device and in its dtype, with a graph to whatever of the
+    target is trainable.
+
+    One forward over the flat run where the family's attention can be packed exactly, else one a document.
     """
     batch = batch.to(target.device)
     with Tap(target.parts, wants.layers, len(batch)) as tap:

@@ -79,7 +79,8 @@ def digest_of(tensor: Tensor) -> str:
     return tensor_digest(tensor.shape, tensor.detach()[index])
 
 
-def _layers(count: int) -> list[int]:
+def sampled_layers(count: int) -> list[int]:
+    """Indices of the first, the middle and the last of ``count`` layers."""
     return sorted({0, count // 2, count - 1})
 
 
@@ -93,14 +94,15 @@ def _collect(
         head = digest_by_name(names["lm_head"])
         if head != weights["embed"]:
             weights["lm_head"] = head
-    for i in _layers(len(layers)):
+    for i in sampled_layers(len(layers)):
         known = [s for s in LAYER_TENSORS if s in layers[i]] or sorted(layers[i])
         weights[f"layer.{i}"] = digest({s: digest_by_name(layers[i][s]) for s in known})
     return weights
 
 
-def weight_digests(model: nn.Module) -> dict[str, str]:
-    """Digests of a loaded model's embedding, lm_head (if it differs), final norm, first, middle and last layer."""
+def weight_digests(model: nn.Module, states: dict[int, dict[str, Tensor]] | None = None) -> dict[str, str]:
+    """Digests of a loaded model's embedding, lm_head (if it differs), final norm, first, middle and last layer.
+    states: state dicts of ``sampled_layers`` to take instead of the model's own."""
     parts = find_parts(model)
     tensors = {
         "embed": parts.embed.weight,
@@ -110,7 +112,7 @@ def weight_digests(model: nn.Module) -> dict[str, str]:
     names = {"embed": "embed", "lm_head": "embed" if parts.tied else "lm_head", "final_norm": "final_norm"}
     layers = []
     for i, layer in enumerate(parts.layers):
-        state = layer.state_dict()
+        state = layer.state_dict() if states is None else states.get(i, {})
         layers.append({s: f"{i}/{s}" for s in state})
         tensors |= {f"{i}/{s}": t for s, t in state.items()}
     return _collect(names, layers, lambda name: digest_of(tensors[name]))

@@ -21,12 +21,14 @@ from ..config import RecipeError
 from ..heads.base import DraftHead
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums
+from .joint import Joint
 
 
 class HeadLoss(nn.Module):
-    """A head's loss as ``forward``, the form that data-parallel wrappers hook into."""
+    """A head's loss as ``forward``, the form that data-parallel wrappers hook into. head: or what is trained like one
+    (``joint.Joint``)."""
 
-    def __init__(self, head: DraftHead) -> None:
+    def __init__(self, head: DraftHead | Joint) -> None:
         super().__init__()
         self.head = head
         # Buffers are the target's frozen tensors, the same on every rank: never sent around.
@@ -92,8 +94,8 @@ class Backend:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
         self.main = self.accelerator.is_main_process
 
-    def prepare(self, head: DraftHead) -> None:
-        """Wrap the head, and nothing else, for training."""
+    def prepare(self, head: DraftHead | Joint) -> None:
+        """Wrap what is trained, and nothing else."""
         self._loss = HeadLoss(head.to(self.device))
         self._wrapped = self.accelerator.prepare(self._loss)
         self._parameters = [p for p in head.parameters() if p.requires_grad]

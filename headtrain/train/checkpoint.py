@@ -26,9 +26,12 @@ from ..heads.base import DraftHead
 from ..heads.io import FILE as HEAD_FILE
 from ..heads.io import load_strict, read_tensors, save_head, save_tensors
 from ..metadata import Metadata, file_sha256, write_json
+from ..target import adapter
 from . import lora
+from .joint import Joint
 
 OPTIMIZER_FILE, TRAINER_FILE, BEST_FILE = "optimizer.safetensors", "trainer.json", "best.json"
+MERGED = "merged"  # folder of the adapted target, where ``train.joint.save`` asks for it
 FORMAT = 1
 # What the result of training does not depend on; everything else must be the same at resume.
 _NOT_TRAINING = {"eval_every", "save_every", "keep", "log_every", "trackers", "max_bad_steps"}
@@ -67,6 +70,8 @@ def made_from(recipe: Recipe, head: DraftHead, data_sha256: str, precision: str,
     """Everything that the course of training follows from, flat: dotted key -> value."""
     unused = set() if recipe.train.warm_start else {"warm_start_vocab"}
     train = recipe.train.model_dump(mode="json", exclude=_NOT_TRAINING | unused) | {"precision": precision}
+    if train["joint"]:
+        del train["joint"]["save"]
     features = {"dtype": recipe.features.dtype}
     parts = {"head": head.config.model_dump(mode="json"), "train": train, "features": features, "target": target}
     return _flat(parts) | {"data_sha256": data_sha256}
@@ -125,8 +130,10 @@ def save(
     progress: Progress,
     origin: dict[str, Any],
     keep: int,
+    joint: Joint | None = None,
 ) -> Path:
-    """Write the checkpoint of ``progress.step``, then remove all but the newest ``keep`` and the best.
+    """Write the checkpoint of ``progress.step``, then remove all but the newest ``keep`` and the best. joint: the
+    target's adapter is written, too, and where its section says so the whole adapted target.
 
     Raises CheckpointError where it cannot be written; earlier checkpoints are untouched then.
     """
@@ -140,7 +147,10 @@ def save(
                 save_tensors(temporary / lora.FILE, lora.state(head))
             if optimizer:
                 save_tensors(temporary / OPTIMIZER_FILE, optimizer)
-            files = {p.name: file_sha256(p) for p in sorted(temporary.iterdir())}
+            if joint:
+                _save_adapter(temporary, joint)
+            found = sorted(p for p in temporary.rglob("*") if p.is_file())
+            files = {p.relative_to(temporary).as_posix(): file_sha256(p) for p in found}
             trainer = {"format": FORMAT, "progress": vars(progress), "files": files, "made_from": origin}
             write_json(temporary / TRAINER_FILE, trainer)
             _fsync_folder(temporary)
@@ -155,6 +165,18 @@ def save(
         if step != progress.best_step:
             shutil.rmtree(old)
     return folder
+
+
+def _save_adapter(folder: Path, joint: Joint) -> None:
+    """``adapter/`` as peft has it; ``merged/``: a target like any other, with its tokenizer."""
+    place = folder / adapter.FOLDER
+    place.mkdir()
+    save_tensors(place / adapter.WEIGHTS_FILE, joint.adapter.named())
+    write_json(place / adapter.CONFIG_FILE, joint.adapter.config_json())
+    if joint.section.save == "merged":
+        joint.adapter.merged_model().save_pretrained(folder / MERGED)
+        if joint.target.tokenizer is not None:
+            joint.target.tokenizer.save_pretrained(folder / MERGED)
 
 
 def _why_not_saved(error: Exception, folder: Path) -> str:
@@ -192,9 +214,11 @@ def check_same_run(folder: Path, origin: dict[str, Any]) -> None:
         )
 
 
-def resume(folder: Path, head: DraftHead, draft_ids_sha256: str | None) -> tuple[dict[str, Tensor], Progress]:
-    """Load the head's tensors in place; returns the optimizer's state and the counters. Every file is verified
-    first; raises CheckpointError naming the newest intact checkpoint before a damaged one."""
+def resume(
+    folder: Path, head: DraftHead, draft_ids_sha256: str | None, joint: Joint | None = None
+) -> tuple[dict[str, Tensor], Progress]:
+    """Load the head's tensors (and the target's adapter) in place; returns the optimizer's state and the counters.
+    Every file is verified first; raises CheckpointError naming the newest intact checkpoint before a damaged one."""
     problem = damage(folder)
     if problem:
         step = int(folder.name.removeprefix("step-"))
@@ -214,6 +238,8 @@ def resume(folder: Path, head: DraftHead, draft_ids_sha256: str | None) -> tuple
         lora.load(head, read_tensors(folder / lora.FILE), tensors, str(folder))
     else:
         load_strict(head, tensors, str(folder / HEAD_FILE))
+    if joint:
+        joint.adapter.load(read_tensors(folder / adapter.FOLDER / adapter.WEIGHTS_FILE))
     path = folder / OPTIMIZER_FILE
     return read_tensors(path) if path.exists() else {}, Progress(**_trainer(folder)["progress"])
 

@@ -9,27 +9,16 @@ token to token: it drops inputs of A for a whole micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..config import LoraSection, RecipeError
+from ..config import LoraSection
 from ..heads.base import DraftHead
 from ..heads.io import DRAFT_IDS, head_tensors
+from ..target.adapter import require_peft, select
 
 FILE = "lora.safetensors"
-
-
-def require_peft() -> Any:
-    """The package peft; raises RecipeError where it is missing."""
-    try:
-        import peft
-    except ImportError:
-        raise RecipeError("LoRA needs the package peft: pip install 'headtrain[peft]'") from None
-    return peft
 
 
 class _Sum(nn.Module):
@@ -72,18 +61,6 @@ def inject(head: DraftHead, section: LoraSection, seed: int) -> list[str]:
         owner = head.get_submodule(module)
         parametrize.register_parametrization(owner, last, _Sum(getattr(owner, last), section))
     return chosen
-
-
-def select(names: Sequence[str], targets: Sequence[str], key: str) -> list[str]:
-    """Those of ``names`` (of parameters) that end in one of ``targets``, ``.weight`` left out or not."""
-
-    def meant(name: str, target: str) -> bool:
-        return any(full == target or full.endswith(f".{target}") for full in (name, name.removesuffix(".weight")))
-
-    if unknown := [t for t in targets if not any(meant(name, t) for name in names)]:
-        ends = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in names})
-        raise RecipeError(f"{key}: no matrix is called {', '.join(unknown)}; there are {', '.join(ends)}")
-    return [name for name in names if any(meant(name, t) for t in targets)]
 
 
 def adapted(head: DraftHead) -> bool:

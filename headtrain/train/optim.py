@@ -83,18 +83,29 @@ class HeadOptimizer:
     checked by name when it comes back.
     """
 
-    def __init__(self, head: DraftHead, train: TrainSection, muon_dtype: torch.dtype = torch.bfloat16) -> None:
-        named = head.trainable()
-        self.names = {p: n for n, p in named.items()}
+    def __init__(
+        self,
+        head: DraftHead,
+        train: TrainSection,
+        muon_dtype: torch.dtype = torch.bfloat16,
+        adapter: dict[str, nn.Parameter] | None = None,
+    ) -> None:
+        """adapter: parameters of the target that are trained with the head, at ``train.lr``; the head's rate is then
+        ``train.joint.head_lr_factor`` times that."""
+        named, adapter = head.trainable(), adapter or {}
+        self.names = {p: n for n, p in [*named.items(), *adapter.items()]}
+        lr = train.lr * (train.joint.head_lr_factor if train.joint else 1.0)
         matrices = {n: p for n, p in named.items() if train.optimizer == "muon" and hidden_matrix(head, p)}
         rest = {n: p for n, p in named.items() if n not in matrices}
         decayed = [p for n, p in rest.items() if not head.no_decay(n, p)]
         plain = [p for n, p in rest.items() if head.no_decay(n, p)]
-        groups = [dict(params=g, weight_decay=w) for g, w in ((decayed, train.weight_decay), (plain, 0.0)) if g]
+        kinds = [(decayed, train.weight_decay, lr), (plain, 0.0, lr)]
+        kinds.append((list(adapter.values()), train.weight_decay, train.lr))
+        groups = [dict(params=g, weight_decay=w, lr=rate) for g, w, rate in kinds if g]
         self.parts: dict[str, torch.optim.Optimizer] = {}
         if groups:
-            fused = all(p.device.type in ("cpu", "cuda") for p in rest.values())
-            self.parts["adamw"] = torch.optim.AdamW(groups, lr=train.lr, betas=tuple(train.betas), fused=fused)
+            fused = all(p.device.type in ("cpu", "cuda") for g in groups for p in g["params"])
+            self.parts["adamw"] = torch.optim.AdamW(groups, betas=tuple(train.betas), fused=fused)
         if matrices:
             self.parts["muon"] = Muon(list(matrices.values()), train.muon_lr, train.weight_decay, muon_dtype)
         for part in self.parts.values():

@@ -25,6 +25,7 @@ from ..target.model import Target
 from ..types import Batch, Features, TargetShape, TargetWeights, Wants
 from . import lora
 from .backend import Backend
+from .joint import Joint, no_features
 from .trainer import Setup
 from .warm import WarmStart, check_warm_start, read_warm_start
 
@@ -49,7 +50,9 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console) -> Setup:
         for line in split.report:
             console.print(f"{name}: {line}", markup=False)
     sources = _stored(recipe, target, rows, backend, console) if recipe.features.mode == "offline" else None
-    if sources is None:
+    if recipe.train.joint is not None:
+        sources = {name: OnlineSource(split.rows, no_features, wants) for name, split in rows.items()}
+    elif sources is None:
         sources = _online(recipe, target, wants, rows)
     loaders = {
         name: Loader(
@@ -67,6 +70,12 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console) -> Setup:
     if recipe.train.lora is not None:
         adapted = lora.inject(head, recipe.train.lora, recipe.train.seed)
         console.print(f"LoRA of rank {recipe.train.lora.r} on {len(adapted)} matrices; the rest of the head is frozen")
+    joint = None
+    if recipe.train.joint is not None:
+        joint = Joint(head, target, recipe.train.joint, recipe.train.seed)
+        count = sum(p.numel() for p in joint.adapter.parameters())
+        layers = len(joint.adapter.layers)
+        console.print(f"the target is trained through LoRA: {count / 1e6:.1f} M parameters on {layers} matrices")
     setup = Setup(
         head=head,
         teacher=target.teacher(),
@@ -75,6 +84,7 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console) -> Setup:
         held_out=loaders.get("eval"),
         data_sha256=rows_digest(train_rows),
         max_length=max(map(len, train_rows)),
+        joint=joint,
     )
     if recipe.features.mode == "offline":
         del target, weights

@@ -36,6 +36,7 @@ from . import checkpoint
 from .backend import Backend, cpu_has_bf16
 from .checkpoint import Progress as Counters
 from .console import TrainConsole
+from .joint import Joint
 from .metrics import MetricsFile, flatten, report, scalars, unflatten, zeros
 from .optim import HeadOptimizer, lr_factor
 
@@ -52,7 +53,8 @@ class Source(Protocol):
 
 @dataclass
 class Setup:
-    """What a run trains: a head (target tensors attached), its teacher, and where micro-batches come from.
+    """What a run trains: a head (target tensors attached), its teacher, and where micro-batches come from. joint: the
+    head with the target that is trained, too; the features of the sources are not read then.
     max_length: the longest training row; data_sha256: of the rows and their features."""
 
     head: DraftHead
@@ -62,6 +64,7 @@ class Setup:
     held_out: Source | None
     data_sha256: str
     max_length: int
+    joint: Joint | None = None
 
 
 @dataclass
@@ -86,7 +89,7 @@ class TrainError(RuntimeError):
 def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False) -> TrainResult:
     """Train ``setup.head`` in place; resumes the run folder's last checkpoint unless ``fresh`` (an old run is then
     moved to ``previous-N``). Raises RecipeError, CheckpointError, TrainError."""
-    settings, head, teacher = recipe.train, setup.head, setup.teacher
+    settings, head, teacher, joint = recipe.train, setup.head, setup.teacher, setup.joint
     if settings.accumulation % backend.world:
         raise RecipeError(
             f"train.accumulation: {settings.accumulation} micro-batches do not divide over {backend.world} ranks; "
@@ -113,15 +116,16 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False) -
     found = list(checkpoint.steps(root).values())
     if found:
         checkpoint.check_same_run(found[-1], origin)
-        state, counters = checkpoint.resume(found[-1], head, vocab.sha256(head.draft_ids))
+        state, counters = checkpoint.resume(found[-1], head, vocab.sha256(head.draft_ids), joint)
     if backend.main:
         curve.truncate(counters.step)
         (run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
 
-    backend.prepare(head)
+    backend.prepare(joint or head)
     teacher = teacher.to(backend.device)
     bf16_is_fast = backend.device.type != "cpu" or cpu_has_bf16()
-    optimizer = HeadOptimizer(head, settings, torch.bfloat16 if bf16_is_fast else torch.float32)
+    muon_dtype = torch.bfloat16 if bf16_is_fast else torch.float32
+    optimizer = HeadOptimizer(head, settings, muon_dtype, joint.adapter.named() if joint else None)
     optimizer.load_state(state)
     if settings.trackers:
         backend.start_trackers(recipe.name, origin)
@@ -138,9 +142,9 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False) -
                 max_length=setup.max_length,
                 versions=versions(),
             )
-            metadata = head_metadata(head, setup.identity, training=training)
+            metadata = head_metadata(head, joint.adapter.identity() if joint else setup.identity, training=training)
             metadata.head.depth = max((s.depth for s in settings.depth_schedule), default=full)
-            checkpoint.save(root, head, metadata, optimizer.state(), counters, origin, settings.keep)
+            checkpoint.save(root, head, metadata, optimizer.state(), counters, origin, settings.keep, joint)
         backend.wait()
         return root / f"step-{counters.step:06d}"
 
@@ -154,6 +158,8 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False) -
         while counters.step < total and not stop.agreed:
             step = counters.step + 1
             depth = depth_at(settings.depth_schedule, step, total, full)
+            if joint:
+                joint.at(step, total)
 
             # --- gradient of one optimizer step: this rank's share of its micro-batches
             sums, packed = zeros(full, backend.device), 0
