@@ -80,7 +80,7 @@ class TargetIdentity(_Part):
 class HeadPart(_Part):
     kind: str
     config: dict[str, Any]
-    depth: int = Field(description="deepest draft that was trained")
+    depth: int | None = Field(description="deepest draft that was trained; None: not known (an imported head)")
 
 
 class FeaturesPart(_Part):
@@ -115,6 +115,16 @@ class RouteAcceptance(_Part):
     alpha: list[tuple[int, int]]
     tokens: int
     prompts: int
+    speedup: float | None = Field(None, description="decoding with drafts / without, as timed where it was measured")
+
+
+class ImportedPart(_Part):
+    """Of a head that another tool trained: nothing more is known of its training than its files say. layout: whose
+    form it was in; files: their sha256; notes: what they left open, and how it was taken."""
+
+    layout: str
+    files: dict[str, str]
+    notes: list[str] = Field(default_factory=list)
 
 
 class ExportPart(_Part):
@@ -136,6 +146,7 @@ class Metadata(_Part):
     features: FeaturesPart
     draft_vocab: DraftVocabPart
     training: TrainingPart | None = None
+    imported: ImportedPart | None = None
     acceptance: dict[str, RouteAcceptance] = Field(default_factory=dict, description="by route, and `all`")
     export: ExportPart | None = None
 

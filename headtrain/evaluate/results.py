@@ -180,6 +180,7 @@ class Evaluation:
                     alpha=s.alpha,
                     tokens=s.tokens,
                     prompts=s.prompts,
+                    speedup=s.speedup if math.isfinite(s.speedup) else None,
                 )
         return out
 

@@ -9,16 +9,20 @@ from typing import Any
 
 import yaml
 
+from ..heads.base import DraftHead
+from ..heads.forms import Launch
 from ..metadata import Metadata, RouteAcceptance
-from .engines import Engine, launch_command
+from .engines import NATIVE, Engine, form_of, launch_command
 
 FILE = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def front_matter(metadata: Metadata) -> dict[str, Any]:
-    """The card's YAML: no license, since the user chooses it; base_model only where the target has a Hub id."""
+def front_matter(metadata: Metadata, license: str | None = None) -> dict[str, Any]:
+    """The card's YAML: license only as the user chose it; base_model only where the target has a Hub id."""
     matter: dict[str, Any] = {"library_name": "headtrain"}
+    if license:
+        matter["license"] = license
     if _on_hub(metadata.target.name):
         matter["base_model"] = metadata.target.name
     matter["tags"] = ["speculative-decoding", "draft-head", metadata.head.kind, "headtrain"]
@@ -30,26 +34,34 @@ def _on_hub(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name)) and not os.path.isdir(name)
 
 
-def card_text(metadata: Metadata, engine: Engine, notes: list[str], k: int) -> str:
+def card_text(
+    metadata: Metadata,
+    engine: Engine,
+    head_class: type[DraftHead],
+    notes: list[str],
+    k: int,
+    license: str | None = None,
+) -> str:
     """The whole card. k: drafted tokens in the launch command. Only what the metadata says, no dates and no local
     paths, so that two exports of one checkpoint have the same card wherever they lie."""
     target, head = metadata.target, metadata.head
     shape = target.target_shape()
     name = _shown(target.name)
-    method = metadata.export.method if metadata.export else ""
-    launch = launch_command(engine, method, target.name if _on_hub(target.name) else "TARGET", "THIS_FOLDER", k)
-    matter = yaml.safe_dump(front_matter(metadata), sort_keys=False, allow_unicode=True)
+    form, place = form_of(engine, head_class), target.name if _on_hub(target.name) else "TARGET"
+    launch = launch_command(engine, head_class, Launch(place, "THIS_FOLDER", k, tuple(metadata.features.layers)))
+    matter = yaml.safe_dump(front_matter(metadata, license), sort_keys=False, allow_unicode=True)
+    trained = "trained" if metadata.imported is None else f"imported ({metadata.imported.layout}'s layout)"
     parts = [
         f"---\n{matter}---\n",
         f"# {head.kind} draft head for {name}\n",
-        f"A draft head for speculative decoding, trained with headtrain and exported for {engine.title}. It proposes "
+        f"A draft head for speculative decoding, {trained} with headtrain and exported for {engine.title}. It proposes "
         f"tokens that {name} verifies: the output stays the target's own.\n",
         f"## Start\n\n```\n{launch}\n```\n",
         _table(
             "Fits",
             ("item", "value"),
             [
-                ("engine", f"{engine.title} {engine.versions} (tried: {engine.tested})"),
+                ("engine", f"{engine.title} {form.versions} (tried: {form.tested})"),
                 ("target", name + (f" at revision {target.revision}" if target.revision else "")),
                 ("target architecture", f"{shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden_size}"),
                 ("target dtype", target.dtype + (f", quantised: {target.quantization}" if target.quantization else "")),
@@ -57,20 +69,32 @@ def card_text(metadata: Metadata, engine: Engine, notes: list[str], k: int) -> s
                 ("tokenizer sha256", target.tokenizer[:16]),
                 ("chat template sha256", (target.chat_template or "none")[:16]),
                 ("features read", f"hidden_states {metadata.features.layers}" if metadata.features.layers else "final"),
-                ("depth trained", str(head.depth)),
+                ("depth trained", str(head.depth or "not known")),
+                (
+                    "longest training row",
+                    f"{metadata.training.max_length} tokens" if metadata.training else "not known",
+                ),
                 ("head dtype", metadata.export.dtype if metadata.export else "float32"),
             ],
         ),
         "`headtrain check THIS_FOLDER --target TARGET` compares all of it with a target at hand.\n",
         _acceptance(metadata.acceptance),
         _training(metadata),
-        _limits(metadata, engine, notes),
+        _limits(metadata, engine, [*notes, *form.notes], license),
     ]
     return "\n".join(p for p in parts if p)
 
 
-def write_card(folder: Path, metadata: Metadata, engine: Engine, notes: list[str], k: int) -> None:
-    (folder / FILE).write_text(card_text(metadata, engine, notes, k), encoding="utf-8")
+def write_card(
+    folder: Path,
+    metadata: Metadata,
+    engine: Engine,
+    head_class: type[DraftHead],
+    notes: list[str],
+    k: int,
+    license: str | None = None,
+) -> None:
+    (folder / FILE).write_text(card_text(metadata, engine, head_class, notes, k, license), encoding="utf-8")
 
 
 def _shown(name: str) -> str:
@@ -90,15 +114,19 @@ def _acceptance(routes: dict[str, RouteAcceptance]) -> str:
     depth = max(len(r.alpha) for r in routes.values())
     rows = []
     for route, r in routes.items():
-        alphas = [f"{hit / offered:.2f}" if offered else "-" for hit, offered in r.alpha]
+        alphas = [f"{hit / offered:.2f} ({hit}/{offered})" if offered else "-" for hit, offered in r.alpha]
+        speed = f"{r.speedup:.2f}x" if r.speedup is not None else "-"
         rows.append(
-            (route, f"{r.tau:.2f}", *alphas, *["-"] * (depth - len(alphas)), f"{r.k}", f"{r.temperature:g}")
+            (route, f"{r.tau:.2f}", *alphas, *["-"] * (depth - len(alphas)), speed, f"{r.k}", f"{r.temperature:g}")
             + (str(r.prompts), str(r.tokens))
         )
-    header = ("route", "tau", *[f"alpha {k}" for k in range(1, depth + 1)], "k", "temperature", "prompts", "tokens")
+    header = ("route", "tau", *[f"alpha {k}" for k in range(1, depth + 1)], "speed", "k", "temperature")
+    header += ("prompts", "tokens")
     legend = (
         "tau: mean tokens committed for each forward of the target, the bonus token included (a plain decoder has 1). "
-        "alpha k: share of k-th drafted tokens accepted where all before were.\n"
+        "alpha k: share of k-th drafted tokens accepted where all before were (accepted/offered). speed: decoding with "
+        "the head against decoding without, one sequence at a time with headtrain's own decoding on the machine that "
+        "measured; an engine on another machine gains otherwise, `-` was not timed.\n"
     )
     return _table("Measured acceptance", header, rows) + "\n" + legend
 
@@ -119,8 +147,14 @@ def _training(metadata: Metadata) -> str:
     return _table("Training", ("item", "value"), rows)
 
 
-def _limits(metadata: Metadata, engine: Engine, notes: list[str]) -> str:
+def _limits(metadata: Metadata, engine: Engine, notes: list[str], license: str | None) -> str:
     lines = []
+    if metadata.imported is not None:
+        lines.append(
+            "Imported from another tool's folder: what it was trained on, how long and how deep is not known here, nor "
+            "whether it was trained on exactly these weights of the target."
+        )
+        lines += metadata.imported.notes
     shape = metadata.target.target_shape()
     if metadata.training and metadata.training.max_length < shape.max_positions:
         lines.append(
@@ -128,8 +162,10 @@ def _limits(metadata: Metadata, engine: Engine, notes: list[str]) -> str:
             "positions. Beyond the trained length acceptance is unmeasured."
         )
     lines.append(
-        "Made for exactly this target's weights. With a fine-tuned or re-quantised target the output stays right but "
+        "Drafts for exactly this target's weights. With a fine-tuned or re-quantised target the output stays right but "
         "fewer tokens may be accepted: measure."
     )
-    lines += [*notes, *engine.notes]
+    lines += [*notes, *(engine.notes if engine.name != NATIVE else ())]
+    if not license:
+        lines.append("No licence is stated: the target's and the training data's bind what is derived from them.")
     return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ..heads.base import DraftHead, ExportSpec
+from ..heads.catalog import head_class
+from ..heads.forms import Launch
 from ..heads.io import FILE as HEAD_FILE
 from ..heads.io import head_tensors, load_head, save_tensors
 from ..metadata import FILE as METADATA_FILE
@@ -20,10 +22,12 @@ from ..metadata import ExportPart, Metadata, RouteAcceptance, file_sha256, write
 from ..target.adapter import FOLDER as ADAPTER
 from ..types import TargetShape, TargetWeights
 from .card import write_card
-from .engines import ENGINES, NATIVE, Engine, ExportError, launch_command, resolve
-from .folder import CONFIG, DTYPE_KEY, WEIGHTS, verify_folder
+from .engines import ENGINES, NATIVE, Engine, ExportError, engines_load, form_of, launch_command, resolve
+from .files import CONFIG, parse_size, write_weights
+from .folder import DTYPE_KEY, fill_target, verify_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_SHARD = "5GB"
 
 
 def export_head(
@@ -36,12 +40,17 @@ def export_head(
     acceptance: str | Path | dict[str, Any] | None = None,
     probe: dict[str, Tensor] | None = None,
     weights: TargetWeights | None = None,
+    max_shard_size: str = MAX_SHARD,
+    target_name: str | None = None,
+    license: str | None = None,
 ) -> Path:
     """Export a checkpoint folder for ``engine`` (a row of ``engines.ENGINES``); returns the folder written.
 
     dtype: of the exported tensors, default the target's own; acceptance: an evaluation's JSON (or its path), merged
     into the metadata; probe: ``probe.make_probe``'s tensors, stored for ``headtrain check``; weights: the target's
-    tensors, needed where the export carries one of them (a shared lm_head); force: replace an earlier export.
+    tensors, needed where the export carries one of them (a shared lm_head); force: replace an earlier export;
+    max_shard_size: a larger safetensors file becomes several with an index; target_name: what the target is called
+    where the engine runs, default what the record calls it; license: for the card, as the Hub spells it.
     Two exports of one checkpoint are byte-identical. The folder appears under its name only after it was read back
     strictly, and the head rebuilt from it equals the trained one bit for bit and drafts the same.
 
@@ -53,6 +62,9 @@ def export_head(
     _refuse_overwrite(checkpoint, out, force)
     head, metadata = load_head(checkpoint)
     row = resolve(engine, type(head), metadata.head.kind)
+    max_shard = parse_size(max_shard_size)
+    if target_name is not None:
+        metadata.target.name = target_name
     name = dtype or metadata.target.dtype
     if name not in DTYPES:
         raise ExportError(f"dtype {name!r}: expected one of {', '.join(DTYPES)}")
@@ -71,11 +83,11 @@ def export_head(
     try:
         if metadata.target.adapter is not None:
             _copy_adapter(checkpoint, temporary)
-        spec = _write(temporary, head, metadata, row, name, probe)
-        _prove(temporary, head, row, spec)
+        spec = _write(temporary, head, metadata, row, name, probe, max_shard)
+        _prove(temporary, head, row, spec, probe, weights)
         for note in _length_warnings(metadata):
             warnings.warn(note, stacklevel=2)
-        write_card(temporary, metadata, row, spec.notes, _draft_length(metadata))
+        write_card(temporary, metadata, row, type(head), spec.notes, draft_length(metadata), license)
         _publish(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -83,9 +95,21 @@ def export_head(
 
 
 def _write(
-    folder: Path, head: DraftHead, metadata: Metadata, row: Engine, dtype: str, probe: dict[str, Tensor] | None
+    folder: Path,
+    head: DraftHead,
+    metadata: Metadata,
+    row: Engine,
+    dtype: str,
+    probe: dict[str, Tensor] | None,
+    max_shard: int,
 ) -> ExportSpec:
     spec = ExportSpec({}, {}) if row.dialect == NATIVE else _spec(head, row)
+    named = fill_target(spec.config, metadata.target.name)
+    if named != spec.config and not engines_load(metadata.target.name):
+        raise ExportError(
+            f"the {row.title} form names its target, and {metadata.target.name} is nothing that it loads: "
+            "`headtrain convert` it to a folder, and export again with --target FOLDER"
+        )
     metadata.export = ExportPart(
         engine=row.name, dialect=row.dialect, dtype=dtype, method=spec.method, probe=probe is not None
     )
@@ -107,8 +131,8 @@ def _write(
     if row.dialect == NATIVE:
         save_tensors(folder / HEAD_FILE, cast(head_tensors(head)))
         return record()
-    save_tensors(folder / WEIGHTS, cast(spec.tensors))
-    write_json(folder / CONFIG, spec.config | {DTYPE_KEY: dtype})
+    write_weights(folder, cast(spec.tensors), form_of(row, type(head)).file, max_shard)
+    write_json(folder / CONFIG, named | {DTYPE_KEY: dtype})
     return record()
 
 
@@ -133,8 +157,16 @@ def _spec(head: DraftHead, row: Engine) -> ExportSpec:
         raise ExportError(f"{row.title} cannot serve this head: {error}") from None
 
 
-def _prove(folder: Path, trained: DraftHead, row: Engine, spec: ExportSpec) -> None:
-    """Read the folder back, rebuild the head, and compare parameters bit for bit and drafts on a made-up sequence.
+def _prove(
+    folder: Path,
+    trained: DraftHead,
+    row: Engine,
+    spec: ExportSpec,
+    probe: dict[str, Tensor] | None,
+    real: TargetWeights | None,
+) -> None:
+    """Read the folder back, rebuild the head, and compare parameters bit for bit and drafts on a made-up sequence;
+    where the probe holds the target's features on a text, and its weights are given, on that text, too.
 
     The drafts catch what parameters cannot: a switch or a RoPE setting lost on the way through config.json.
     """
@@ -151,14 +183,17 @@ def _prove(folder: Path, trained: DraftHead, row: Engine, spec: ExportSpec) -> N
     for name, value in mine.items():
         if not torch.equal(value, theirs[name].to(value.dtype)):
             raise ExportError(f"{name}: the tensor read back for {row.title} differs from the trained one")
-    weights = _made_up_weights(trained.shape)
+    sequences = [(_made_up_weights(trained.shape), *_made_up_features(trained))]
+    if probe is not None and real is not None:
+        sequences.append((real, *_probed_features(trained, probe)))
     depth = min(trained.wants().depth, 4)  # an engine's form does not say how deep a recurrent head was trained
-    expected, found = _drafts(trained, weights, depth), _drafts(rebuilt, weights, depth)
-    if not torch.equal(expected, found):
-        raise ExportError(
-            f"the head rebuilt from the {row.title} form drafts otherwise than the trained one (largest difference "
-            f"{float((expected - found).abs().max()):.3g}): a setting was lost in {CONFIG}"
-        )
+    for weights, tokens, layers, final in sequences:
+        expected, found = (_drafts(head, weights, tokens, layers, final, depth) for head in (trained, rebuilt))
+        if not torch.equal(expected, found):
+            raise ExportError(
+                f"the head rebuilt from the {row.title} form drafts otherwise than the trained one (largest difference "
+                f"{float((expected - found).abs().max()):.3g}): a setting was lost in {CONFIG}"
+            )
 
 
 def _made_up_weights(shape: TargetShape) -> TargetWeights:
@@ -168,18 +203,29 @@ def _made_up_weights(shape: TargetShape) -> TargetWeights:
     return TargetWeights(embed, embed, torch.ones(shape.hidden_size))
 
 
+def _made_up_features(head: DraftHead) -> tuple[Tensor, Tensor, Tensor]:
+    """For 12 positions: the tokens that follow [n], layers [n, L, H], final [n, H]."""
+    generator, n, size = torch.Generator().manual_seed(1), 12, head.shape.hidden_size
+    tokens = torch.randint(head.shape.vocab_size, (n,), generator=generator)
+    layers = torch.randn(n, len(head.wants().layers), size, generator=generator)
+    return tokens, layers, torch.randn(n, size, generator=generator)
+
+
+def _probed_features(head: DraftHead, probe: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of the probe's text: every position that a token follows."""
+    ids, final = probe["ids"], probe["final"]
+    layers = probe["layers"] if "layers" in probe else final.new_zeros(ids.numel(), 0, head.shape.hidden_size)
+    return ids[1:], layers[:-1], final[:-1]
+
+
 @torch.no_grad()
-def _drafts(head: DraftHead, weights: TargetWeights, depth: int) -> Tensor:
-    """Logits of a greedy chain after 12 made-up positions, one row a depth."""
+def _drafts(
+    head: DraftHead, weights: TargetWeights, tokens: Tensor, layers: Tensor, final: Tensor, depth: int
+) -> Tensor:
+    """Logits of a greedy chain after the given positions, one row a depth."""
     head.eval()
     head.attach(weights)
-    wants, shape = head.wants(), head.shape
-    generator = torch.Generator().manual_seed(1)
-    n = 12
-    tokens = torch.randint(shape.vocab_size, (n,), generator=generator)
-    layers = torch.randn(n, len(wants.layers), shape.hidden_size, generator=generator)
-    final = torch.randn(n, shape.hidden_size, generator=generator)
-    session = head.session(max_length=n + depth)
+    session = head.session(max_length=tokens.numel() + depth)
     rows = [session.extend(tokens, layers, final)]
     for node in range(depth - 1):
         best = rows[-1].argmax(-1, keepdim=True)
@@ -194,12 +240,13 @@ def launch_line(export: str | Path, target: str | None = None) -> str:
     if metadata.export is None:
         raise ExportError(f"{export} is a checkpoint; export it first")
     row, name = ENGINES[metadata.export.engine], target or metadata.target.name
-    return launch_command(row, metadata.export.method, name, export, _draft_length(metadata))
+    at = Launch(name, str(export), draft_length(metadata), tuple(metadata.features.layers))
+    return launch_command(row, head_class(metadata.head.kind), at)
 
 
-def _draft_length(metadata: Metadata) -> int:
+def draft_length(metadata: Metadata) -> int:
     """The usual chain of 3, or the trained depth where that is less: tune it with `headtrain eval --k`."""
-    return min(metadata.head.depth, 3)
+    return min(metadata.head.depth or 3, 3)
 
 
 def _length_warnings(metadata: Metadata) -> list[str]:

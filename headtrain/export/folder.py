@@ -13,15 +13,15 @@ from torch import Tensor
 from .. import vocab
 from ..heads.base import DraftHead
 from ..heads.catalog import HEADS, build_head, head_class, parse_head
+from ..heads.forms import TARGET_NAME
 from ..heads.io import FILE as HEAD_FILE
 from ..heads.io import load_head, read_tensors
 from ..metadata import FILE as METADATA_FILE
 from ..metadata import Metadata
 from .engines import NATIVE, ExportError
+from .files import CONFIG, read_json, read_weights
+from .files import INDEX as INDEX
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 DTYPE_KEY = "torch_dtype"  # the one key that the export adds to the head's own
 # Keys that belong to the target alone: copied into a head's config they make engines quantise or misread the head.
 FORBIDDEN = ("quantization_config", "compression_config", "quantization", "auto_map", "_name_or_path")
@@ -38,52 +38,6 @@ class Verified:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     head: DraftHead | None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ExportError(f"{path.parent} has no {path.name}") from None
-    except (ValueError, OSError) as error:
-        raise ExportError(f"{path} is not readable JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ExportError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder: one file, or the shards that its index names (plain file names inside the folder)."""
-    try:
-        if (folder / WEIGHTS).exists():
-            return read_tensors(_inside(folder, WEIGHTS))
-        if not (folder / INDEX).exists():
-            raise ExportError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
-        mapping = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(mapping, dict) or not mapping or not all(isinstance(v, str) for v in mapping.values()):
-            raise ExportError(f"{folder / INDEX}: expected a `weight_map` from tensor names to file names")
-        tensors: dict[str, Tensor] = {}
-        for name in sorted(set(mapping.values())):
-            shard = read_tensors(_inside(folder, name))
-            twice = shard.keys() & tensors.keys()
-            if twice:
-                raise ExportError(f"{folder / name}: tensors that another shard has too: {sorted(twice)}")
-            tensors.update(shard)
-    except ExportError:
-        raise
-    except ValueError as error:  # read_tensors names the file
-        raise ExportError(str(error)) from None
-    if tensors.keys() != mapping.keys():
-        raise ExportError(f"{folder / INDEX} and its shards disagree on {sorted(tensors.keys() ^ mapping.keys())}")
-    return tensors
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """folder/name, refused where it would leave the folder. A link is followed only as the Hub's cache makes them:
-    the name itself is plain."""
-    if name != Path(name).name or name in ("", ".", ".."):
-        raise ExportError(f"{folder}: file name {name!r} leaves the folder; expected a plain file name")
-    return folder / name
 
 
 def verify_folder(folder: str | Path) -> Verified:
@@ -160,14 +114,8 @@ def _compare_config(
 
     This finds what no shape shows: a RoPE setting, an eps or a norm switch that config.json lost or changed.
     """
-    shape = metadata.target.target_shape()
-    recorded = build_head(parse_head(metadata.head.config), shape, rebuilt.draft_ids)
-    recorded.load_state_dict(rebuilt.state_dict())
-    for name, buffer in rebuilt.named_buffers(recurse=False):  # the target's tensors that travel in the export
-        if getattr(recorded, name, None) is None:
-            setattr(recorded, name, buffer)
-    again = recorded.export_spec(dialect)
-    expected = json.loads(json.dumps(again.config))
+    again = recorded_head(rebuilt, metadata).export_spec(dialect)
+    expected = fill_target(json.loads(json.dumps(again.config)), metadata.target.name)
     found = {k: v for k, v in config.items() if k != DTYPE_KEY}
     nothing = "(absent)"
     problems = [
@@ -182,6 +130,26 @@ def _compare_config(
     ]
     if problems:
         raise ExportError(f"{folder}: " + "; ".join(problems))
+
+
+def recorded_head(rebuilt: DraftHead, metadata: Metadata) -> DraftHead:
+    """The head as the training record describes it (with what no engine's form says, such as its depth), with the
+    tensors of the one rebuilt from an export."""
+    recorded = build_head(parse_head(metadata.head.config), metadata.target.target_shape(), rebuilt.draft_ids)
+    recorded.load_state_dict(rebuilt.state_dict())
+    for name, buffer in rebuilt.named_buffers(recurse=False):  # the target's tensors that travel in the export
+        if getattr(recorded, name, None) is None:
+            setattr(recorded, name, buffer)
+    return recorded
+
+
+def fill_target(value: Any, name: str) -> Any:
+    """A head's config with the target's name where the form wants it."""
+    if isinstance(value, dict):
+        return {k: fill_target(v, name) for k, v in value.items()}
+    if isinstance(value, list):
+        return [fill_target(v, name) for v in value]
+    return name if value == TARGET_NAME else value
 
 
 def tensor_problems(expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> list[str]:
@@ -199,19 +167,26 @@ def tensor_problems(expected: dict[str, tuple[int, ...]], tensors: dict[str, Ten
 
 
 def config_problems(config: dict[str, Any], metadata: Metadata | None) -> list[str]:
-    problems = [f"{CONFIG} holds the target's own key `{key}`" for key in FORBIDDEN if key in config]
+    levels = [config, *(v for v in config.values() if isinstance(v, dict))]
+    problems = [f"{CONFIG} holds the target's own key `{k}`" for k in FORBIDDEN if any(k in level for level in levels)]
     if metadata is not None:
-        expected = metadata.target.target_shape().vocab_size
-        if config.get("vocab_size") != expected:
-            problems.append(f"{CONFIG}: vocab_size {config.get('vocab_size')!r}, expected the target's {expected}")
+        expected, found = metadata.target.target_shape().vocab_size, vocab_size(config)
+        if found != expected:
+            problems.append(f"{CONFIG}: vocab_size {found!r}, expected the target's {expected}")
     return problems
+
+
+def vocab_size(config: dict[str, Any]) -> int | None:
+    """The target's vocabulary in a config of any dialect: at the top, or in a nested layer's config."""
+    levels = [config, *(v for v in config.values() if isinstance(v, dict))]
+    return next((level["vocab_size"] for level in levels if "vocab_size" in level), None)
 
 
 def map_problems(config: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
     """d2t holds offsets: added to 0, 1, 2 ... they give distinct rising ids of the target."""
     try:
         if "d2t" in tensors:
-            vocab.from_offsets(tensors["d2t"], int(config.get("vocab_size") or 0))
+            vocab.from_offsets(tensors["d2t"], int(vocab_size(config) or 0))
     except ValueError as error:
         return [f"d2t: {error}"]
     return []

