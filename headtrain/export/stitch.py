@@ -212,8 +212,8 @@ def _check_disk(source: Path, out: Path) -> None:
     need, free = sum(p.stat().st_size for p in source.rglob("*") if p.is_file()), shutil.disk_usage(out.parent).free
     if need > free:
         raise ExportError(
-            f"a copy of {source} needs {need / 1e9:.1f} GB, {out.parent} has {free / 1e9:.1f} GB free: write a patch, or "
-            "choose another disk"
+            f"a copy of {source} needs {need / 1e9:.1f} GB, {out.parent} has {free / 1e9:.1f} GB free: write a patch, "
+            "or choose another disk"
         )
 
 
