@@ -60,18 +60,20 @@ class TargetSection(Strict):
     path: str = Field(
         description="Hub id, local folder, a .gguf file, or package:NAME for a GGUF inside a PyPI package"
     )
-    revision: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    revision: str | None = Field(None, description="branch, tag or commit on the Hub")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: the checkpoint's own; float32 on a CPU"
+    )
     attention: Literal["auto", "packed", "eager", "sdpa"] = Field("auto", description="auto: packed where exact")
-    trust_remote_code: bool = False
-    expect: ExpectedShape | None = None
+    trust_remote_code: bool = Field(False, description="run the model's code from its repository")
+    expect: ExpectedShape | None = Field(None, description="the shape that the target must have")
 
 
 class DataSection(Strict):
     train: list[str] = Field(description="JSONL, JSON or Parquet files, globs, folders, or hub:NAME[:SPLIT]")
     eval: list[str] = Field(default_factory=list, description="held-out rows for the training's own evaluation")
     max_length: int = Field(2048, ge=8, description="longer rows are dropped and counted, or cut, see `overlong`")
-    overlong: Literal["drop", "cut"] = "drop"
+    overlong: Literal["drop", "cut"] = Field("drop", description="what to do with rows longer than `max_length`")
     bad_lines: Literal["stop", "skip"] = Field("stop", description="what to do with a malformed line or row")
     last_turn_only: bool = Field(False, description="supervise the last assistant turn alone")
     system: str | None = Field(None, description="system message put before conversations that have none")
@@ -85,8 +87,8 @@ class DataSection(Strict):
 class FeaturesSection(Strict):
     mode: Literal["offline", "online"] = Field("offline", description="store features first, or compute while training")
     dir: str | None = Field(None, description="feature store; default: OUTPUT/features")
-    dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"
-    shard_tokens: int = Field(65536, ge=1)
+    dtype: Literal["bfloat16", "float32", "int8"] = Field("bfloat16", description="of the stored features")
+    shard_tokens: int = Field(65536, ge=1, description="tokens of one file: work lost by an interruption, at most")
     batch_tokens: int = Field(4096, ge=1, description="tokens of one capture forward")
 
 
@@ -132,27 +134,29 @@ class JointSection(Strict):
 
 
 class TrainSection(Strict):
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(1e-3, gt=0, description="learning rate at its peak")
     optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: matrices by Muon, the rest by AdamW")
-    muon_lr: float = Field(1e-2, gt=0)
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    muon_lr: float = Field(1e-2, gt=0, description="learning rate of the matrices under muon")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's")
+    weight_decay: float = Field(0.0, ge=0, description="of matrices; norms and biases have none")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="of the learning rate after the warm-up; wsd: constant, then a decay"
+    )
     warmup: float = Field(0.03, ge=0, description="fraction of the steps if below 1, else optimizer steps")
     decay: float = Field(0.2, gt=0, le=1, description="wsd: fraction of the steps in the final decay")
     min_lr: float = Field(0.0, ge=0, le=1, description="fraction of the peak at the end")
-    clip: float = Field(0.5, gt=0)
+    clip: float = Field(0.5, gt=0, description="largest norm of the gradient")
     steps: int | None = Field(None, ge=1, description="optimizer steps; else `epochs` gives them")
-    epochs: float = Field(1.0, gt=0)
+    epochs: float = Field(1.0, gt=0, description="passes over the rows, where `steps` is not given")
     batch_tokens: int = Field(4096, ge=1, description="packed tokens of one micro-batch")
     accumulation: int = Field(1, ge=1, description="micro-batches in one optimizer step, over all ranks")
     depth_schedule: list[Stage] = Field(default_factory=list, description="empty: the head's full depth throughout")
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 where it has fast hardware")
-    seed: int = 0
-    eval_every: int = Field(200, ge=1)
-    save_every: int = Field(200, ge=1)
+    seed: int = Field(0, description="of the order of rows, of random starts and of noise")
+    eval_every: int = Field(200, ge=1, description="optimizer steps between evaluations on data.eval")
+    save_every: int = Field(200, ge=1, description="optimizer steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept beside the best one")
-    log_every: int = Field(10, ge=1)
+    log_every: int = Field(10, ge=1, description="optimizer steps between lines of metrics")
     trackers: list[Literal["wandb", "tensorboard"]] = Field(default_factory=list)
     max_bad_steps: int = Field(10, ge=1, description="non-finite steps in a row that stop the run")
     init: Literal["target", "random"] = Field("target", description="start from the target's own tensors")
@@ -182,10 +186,10 @@ class TrainSection(Strict):
 class EvalSection(Strict):
     prompts: list[str] = Field(default_factory=list, description="held-out prompts that are decoded")
     k: int = Field(5, ge=1, description="drafted tokens in a chain")
-    temperature: float = Field(0.0, ge=0)
-    max_new_tokens: int = Field(128, ge=1)
-    limit_per_route: int | None = Field(None, ge=1)
-    seed: int = 0
+    temperature: float = Field(0.0, ge=0, description="0: greedy")
+    max_new_tokens: int = Field(128, ge=1, description="tokens decoded for each prompt")
+    limit_per_route: int | None = Field(None, ge=1, description="use the first N prompts of each route only")
+    seed: int = Field(0, description="of sampling")
 
 
 class Recipe(Strict):

@@ -1,4 +1,4 @@
-"""What a recipe will cost, before it runs: parameters, memory, disk for features, tokens, steps."""
+"""What a recipe will cost, before it runs: parameters, memory, disk for features, tokens, steps, arithmetic."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from .heads.catalog import build_head, head_class, parse_head
 from .losses import CHUNK_LOGITS
 from .shift import pair_mask
 from .target.load import load_shape, load_tokenizer, locate
-from .types import Batch, TargetShape, Wants
+from .types import Batch, Row, TargetShape, Wants
 
 CHARACTERS_PER_TOKEN = 4.0  # English text in the usual vocabularies
 UNKNOWN_TOKENS = 1_000_000  # sizes are given for so many where the data is not at hand
 USUAL_SUPERVISED = 0.6  # share of a conversation's tokens that assistants wrote, where it was not counted
+# Rates that time is given for: two cores in fp32 (measured), and a third of an H100's dense bf16 peak of 989 TFLOP/s.
+RATES = {"0.2 TFLOP/s (two CPU cores)": 0.2e12, "330 TFLOP/s (a third of an H100's peak)": 330e12}
 
 
 @dataclass
 class Estimate:
     """Sizes in bytes. ``tokens`` and ``rows`` are counted where ``counted``; else estimated from the files' size, or
-    (``tokens_known`` false) stand for one million tokens."""
+    (``tokens_known`` false) stand for one million tokens. head_flops: of the whole training; target_flops: of the
+    target's forwards, without its attention scores (None where its parameters are not known)."""
 
     shape: TargetShape
     wants: Wants
@@ -43,6 +46,8 @@ class Estimate:
     steps: int
     epochs: float
     target_resident: bool
+    head_flops: float
+    target_flops: float | None
 
     def lines(self) -> list[str]:
         how = "counted" if self.counted else "from the files' size" if self.tokens_known else "data not at hand"
@@ -65,14 +70,39 @@ class Estimate:
             + (", and the target's own weights beside it" if self.target_resident else "")
             + "; of it "
             + ", ".join(f"{name} {human(size)}" for name, size in self.training_bytes.items()),
+            f"arithmetic  {scaled(self.head_flops)}FLOP for the head, "
+            + (f"{scaled(self.target_flops)}FLOP" if self.target_flops is not None else "an unknown number")
+            + " for the target's forwards: "
+            + ", ".join(f"{duration(self.flops / rate)} at {name}" for name, rate in RATES.items())
+            + ("" if self.tokens_known else f" (for each {UNKNOWN_TOKENS:,} tokens)"),
         ]
         return lines
 
+    @property
+    def flops(self) -> float:
+        return self.head_flops + (self.target_flops or 0.0)
+
+
+def scaled(value: float) -> str:
+    """1.5e13 as ``15 T``."""
+    for unit in ("M", "G", "T", "P", "E"):
+        value /= 1e6 if unit == "M" else 1e3
+        if value < 1000 or unit == "E":
+            break
+    return f"{value:.3g} {unit}"
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("days", 172800), ("h", 7200), ("min", 120)):
+        if seconds >= size:
+            return f"{seconds / (size / 2):,.3g} {unit}"
+    return f"{seconds:.3g} s"
+
 
 def plan_lines(recipe: Recipe) -> list[str]:
-    """What ``--dry-run`` prints: the recipe with every default, and the estimate."""
+    """What ``--dry-run`` prints: the estimate, and the recipe with every default."""
     resolved = recipe.model_dump(mode="json") | {"head": parse_head(recipe.head).model_dump(mode="json")}
-    return [yaml.safe_dump(resolved, sort_keys=False), *estimate(recipe).lines()]
+    return [*estimate(recipe).lines(), "", yaml.safe_dump(resolved, sort_keys=False).rstrip()]
 
 
 def estimate(recipe: Recipe) -> Estimate:
@@ -109,7 +139,29 @@ def estimate(recipe: Recipe) -> Estimate:
         steps=steps,
         epochs=steps * per_step / max(tokens, 1),
         target_resident=recipe.features.mode == "online",
+        head_flops=steps * train.accumulation * _batch_flops(recipe, head, rows, tokens, supervised),
+        target_flops=_target_flops(recipe, tokens, steps * per_step),
     )
+
+
+def _batch_flops(recipe: Recipe, head: DraftHead, rows: int, tokens: int, supervised: int) -> float:
+    """Of one micro-batch: rows as long as these are on average, the last part of each supervised, over the stages of
+    the depth schedule."""
+    train = recipe.train
+    length = min(recipe.data.max_length, round(tokens / rows) if rows else recipe.data.max_length, train.batch_tokens)
+    answer = min(length, round(length * supervised / max(tokens, 1)))
+    row = Row([0] * length, [0] * (length - answer) + [1] * answer)
+    batch = Batch.pack([row] * max(1, train.batch_tokens // length))
+    scale = train.batch_tokens / len(batch)
+    stages = [(s.fraction, s.depth) for s in train.depth_schedule] or [(1.0, head.wants().depth)]
+    return scale * sum(fraction * head.flops(batch, depth) for fraction, depth in stages)
+
+
+def _target_flops(recipe: Recipe, tokens: int, trained: int) -> float | None:
+    """Two for each parameter and token: of the data once where features are stored, of all that is trained on else."""
+    expected = recipe.target.expect
+    active = expected and (expected.active_parameters or expected.parameters)
+    return 2.0 * active * (tokens if recipe.features.mode == "offline" else trained) if active else None
 
 
 def _target_bytes(recipe: Recipe) -> int | None:
