@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -10,22 +9,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from .commands import evaluation
+from .commands import evaluation, exporting
 from .commands.advise import advise
 from .commands.common import (
-    RunArgument,
-    TargetOption,
-    checkpoint_of,
     device,
     err,
-    load_for,
     out,
-    recipe_of,
-    require_same_target,
-    target_section,
 )
+from .commands.importing import import_
 from .commands.speedup import speedup
 from .config import RecipeError, TargetSection, load_recipe
 
@@ -48,6 +40,7 @@ headtrain eval RUN                acceptance by lossless decoding, against none 
 headtrain advise RUN              which drafter and which k, for each route, from that evaluation
 headtrain export RUN --engine vllm --out DIR
 headtrain check DIR --target T
+headtrain import DIR --target T --out DIR2   a published head, to evaluate, continue or export
 
 headtrain speedup                 what speculation gains: from acceptance and costs, with batch size, for an SLO
 headtrain eval --server URL       the same question to a running server
@@ -148,66 +141,6 @@ def regenerate(
 
 
 @app.command()
-def export(
-    run: RunArgument,
-    to: Annotated[Path, typer.Option("--out", help="folder to write")],
-    engine: Annotated[str, typer.Option(help="`headtrain engines` lists them")] = "vllm",
-    target: TargetOption = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the target's")] = None,
-    acceptance: Annotated[Path | None, typer.Option(help="an eval.json; default: RUN/eval/eval.json if there")] = None,
-    probe: Annotated[bool, typer.Option(help="store a behavioural probe for `check` (loads the target)")] = True,
-    force: Annotated[bool, typer.Option(help="replace an earlier export")] = False,
-) -> None:
-    """Write a trained head as an engine loads it, read it back strictly, and print the launch command."""
-    from .export.core import export_head, launch_line
-    from .export.probe import make_probe
-    from .heads.io import load_head
-
-    folder = checkpoint_of(run)
-    head, metadata = load_head(folder)
-    section = target_section(target, recipe_of(run), required=probe)
-    stored = weights = None
-    if probe:
-        loaded = load_for(section, folder)
-        require_same_target(metadata, loaded.identity, folder)
-        stored, weights = make_probe(loaded, head.wants().layers), loaded.weights()
-    measured = acceptance or (run / "eval" / "eval.json" if (run / "eval" / "eval.json").is_file() else None)
-    path = export_head(folder, engine, to, dtype=dtype, force=force, acceptance=measured, probe=stored, weights=weights)
-    out.print(f"wrote {path}, read it back and compared: bit for bit the trained head", markup=False)
-    out.print(f"serve it:  {launch_line(path, section.path if section else None)}", markup=False)
-
-
-@app.command()
-def check(
-    export: Annotated[Path, typer.Argument(help="an exported folder or a checkpoint")],
-    target: Annotated[str, typer.Option(help="Hub id, folder, .gguf file or package:NAME")],
-    probe: Annotated[
-        bool, typer.Option(help="compare the target's behaviour (loads it); --no-probe takes seconds")
-    ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="print the rows and the verdict as JSON")] = False,
-) -> None:
-    """Does this head belong to this target? Exit code 0 compatible, 1 not, 2 cannot tell."""
-    from .export.check import check as run
-
-    folder = checkpoint_of(export) if (export / "checkpoints").is_dir() else export
-    result = run(folder, target, probe=probe, device=device())
-    if as_json:
-        print(json.dumps(result.to_dict(), indent=2))
-    else:
-        table = Table(title=f"{export} against {target}")
-        for name in ("item", "expected", "found", "verdict"):
-            table.add_column(name, overflow="fold")
-        colours = {"ok": "green", "mismatch": "red", "warn": "yellow"}
-        for row in result.rows:
-            table.add_row(row.item, str(row.expected), str(row.found), row.verdict, style=colours.get(row.verdict))
-        out.print(table)
-        warned = sum(row.verdict == "warn" for row in result.rows)
-        more = f"; {warned} warning{'s' * (warned > 1)}" if warned else ""
-        out.print(f"{result.verdict} (exit code {result.exit_code}): {result.relation}{more}", markup=False)
-    raise typer.Exit(result.exit_code)
-
-
-@app.command()
 def heads() -> None:
     """List the kinds of heads and their settings."""
     from .heads.catalog import HEADS
@@ -219,26 +152,12 @@ def heads() -> None:
                 out.print(f"    {name} = {field.default!r}  {field.description or ''}", markup=False)
 
 
-@app.command()
-def engines() -> None:
-    """List which engine versions serve which head, and from where that is known."""
-    from .export.engines import engine_table
-
-    rows = engine_table()
-    table = Table()
-    columns = ("engine", "head", "served", "versions", "tested")
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(row[name] for name in columns))
-    out.print(table)
-    for engine in dict.fromkeys(row["engine"] for row in rows):
-        row = next(r for r in rows if r["engine"] == engine)
-        out.print(f"{engine}: {row['notes']} Source: {row['source']}", markup=False)
-
-
 app.command("eval")(evaluation.evaluate)
 app.command()(evaluation.report)
+app.command()(exporting.export)
+app.command()(exporting.check)
+app.command()(exporting.engines)
+app.command("import")(import_)
 app.command()(speedup)
 app.command()(advise)
 

@@ -18,7 +18,7 @@ MEDUSA_PICKLE = "medusa_lm_head.pt"
 WEIGHT_FILES = (WEIGHTS, "medusa_lm_head.safetensors", MEDUSA_PICKLE, "pytorch_model.bin")
 # stands in a config for what its target is called, which a head does not know
 TARGET_NAME = "<target>"
-UNTRIED = "no: written from the engine's source, never loaded by it here"
+UNTRIED = "no, from its source"
 
 
 @dataclass(frozen=True)

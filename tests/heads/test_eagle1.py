@@ -329,9 +329,9 @@ def test_what_vllm_would_lose_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="silu only"):
         gelu.export_spec("vllm")
     with pytest.raises(KeyError):
-        head.export_spec("sglang")
+        head.export_spec("trtllm")
     with pytest.raises(KeyError):
-        Eagle1.expected_tensors("sglang", {})
+        Eagle1.expected_tensors("trtllm", {})
 
 
 def test_steps_beyond_the_depth_are_refused():

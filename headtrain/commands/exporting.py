@@ -1,0 +1,110 @@
+"""`headtrain export`, `headtrain check` and `headtrain engines`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from .common import (
+    RunArgument,
+    TargetOption,
+    checkpoint_of,
+    device,
+    load_for,
+    out,
+    recipe_of,
+    require_same_target,
+    target_section,
+)
+
+
+def export(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option("--out", help="folder to write")],
+    engine: Annotated[str, typer.Option(help="`headtrain engines` lists them")] = "vllm",
+    target: TargetOption = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the target's")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="larger tensors files are split: 200MB, 5GB")] = "5GB",
+    acceptance: Annotated[Path | None, typer.Option(help="an eval.json; default: RUN/eval/eval.json if there")] = None,
+    probe: Annotated[bool, typer.Option(help="store a behavioural probe for `check` (loads the target)")] = True,
+    license: Annotated[str | None, typer.Option(help="for the model card, as the Hub spells it: apache-2.0")] = None,
+    force: Annotated[bool, typer.Option(help="replace an earlier export")] = False,
+) -> None:
+    """Write a trained head as an engine loads it, read it back strictly, and print the launch command."""
+    from ..export.core import export_head, launch_line
+    from ..export.engines import engines_load
+    from ..export.probe import make_probe
+    from ..heads.io import load_head
+
+    folder = checkpoint_of(run)
+    head, metadata = load_head(folder)
+    section = target_section(target, recipe_of(run), required=probe)
+    stored = weights = None
+    if probe:
+        loaded = load_for(section, folder)
+        require_same_target(metadata, loaded.identity, folder)
+        stored, weights = make_probe(loaded, head.wants().layers), loaded.weights()
+    measured = acceptance or (run / "eval" / "eval.json" if (run / "eval" / "eval.json").is_file() else None)
+    # a head trained on a file that engines cannot load is named after the folder it was converted to
+    renamed = target if target and engines_load(target) and not engines_load(metadata.target.name) else None
+    path = export_head(
+        folder, engine, to, dtype=dtype, force=force, acceptance=measured, probe=stored, weights=weights,
+        max_shard_size=max_shard_size, target_name=renamed, license=license,
+    )  # fmt: skip
+    out.print(f"wrote {path}, read it back and compared: bit for bit the trained head", markup=False)
+    out.print(f"serve it:  {launch_line(path, section.path if section else None)}", markup=False)
+
+
+def check(
+    export: Annotated[Path, typer.Argument(help="an exported folder or a checkpoint")],
+    target: Annotated[str, typer.Option(help="Hub id, folder, .gguf file or package:NAME")],
+    probe: Annotated[
+        bool, typer.Option(help="compare the target's behaviour (loads it); --no-probe takes seconds")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="print the rows and the verdict as JSON")] = False,
+) -> None:
+    """Does this head belong to this target? Exit code 0 compatible, 1 not, 2 cannot tell."""
+    from ..export.check import check as run
+
+    folder = checkpoint_of(export) if (export / "checkpoints").is_dir() else export
+    result = run(folder, target, probe=probe, device=device())
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        table = Table(title=f"{export} against {target}")
+        for name in ("item", "expected", "found", "verdict"):
+            table.add_column(name, overflow="fold")
+        colours = {"ok": "green", "mismatch": "red", "warn": "yellow"}
+        for row in result.rows:
+            table.add_row(row.item, str(row.expected), str(row.found), row.verdict, style=colours.get(row.verdict))
+        out.print(table)
+        warned = sum(row.verdict == "warn" for row in result.rows)
+        more = f"; {warned} warning{'s' * (warned > 1)}" if warned else ""
+        out.print(f"{result.verdict} (exit code {result.exit_code}): {result.relation}{more}", markup=False)
+    raise typer.Exit(result.exit_code)
+
+
+def engines(as_json: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False) -> None:
+    """List which engine versions serve which head, what was tried here, and from where the rest is known."""
+    from ..export.engines import ENGINES, engine_table
+
+    rows = engine_table()
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table()
+    columns = ("engine", "head", "served", "versions", "tested")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(row[name] for name in columns))
+    out.print(table)
+    for engine in ENGINES.values():
+        out.print(f"{engine.name}: {' '.join(engine.notes)} Source: {engine.source}", markup=False)
+        for row in rows:
+            if row["engine"] == engine.name and row["served"] == "yes" and row["source"] != engine.source:
+                out.print(f"  {row['head']}: {(row['notes'] + ' ').lstrip()}Source: {row['source']}", markup=False)
