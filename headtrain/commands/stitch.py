@@ -43,7 +43,10 @@ def stitch(
         source = _folder(section)
     else:
         head, metadata, where = read_head(run)
-        section = target_section(target, recipe_of(run))
+        recipe = recipe_of(run)
+        section = target_section(target, recipe)
+        if recipe is not None and target is not None:  # another copy of the recipe's target, read as the recipe says
+            section = recipe.target.model_copy(update={"path": target})
         source = _folder(section)
         try:
             tensors = head.checkpoint_tensors(ModuleTensors(tensor_files(source)).keys())

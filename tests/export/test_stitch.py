@@ -19,7 +19,9 @@ from headtrain.export.engines import ExportError
 from headtrain.export.stitch import PATCH, RECORD, places, read_patch, stitch
 from headtrain.heads.catalog import build_head, parse_head
 from headtrain.heads.io import head_metadata, save_head
+from headtrain.target.files import tensor_files
 from headtrain.target.load import identify_section, load_target
+from headtrain.target.own_module import ModuleTensors
 from headtrain.target.shape import TargetError
 from headtrain.types import Batch
 
@@ -43,9 +45,9 @@ def others(folder) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
-def trained(folder, run, step: bool = True):
+def trained(section, run, step: bool = True):
     """A head that made one step from the checkpoint's own module, saved as a run's."""
-    target = load_target(TargetSection(path=str(folder)))
+    target = load_target(section if isinstance(section, TargetSection) else TargetSection(path=str(section)))
     head = build_head(parse_head({"kind": "mtp-checkpoint", "depth": 2}), target.shape, None)
     head.attach(target.weights())
     head.init_from_target(target.weights())
@@ -181,6 +183,46 @@ def test_types_that_torch_cannot_hold_are_kept(mimo, tmp_path):
     stitch(odd, tensors, tmp_path / "out")
     assert places(tmp_path / "out")[name].dtype == "U16"
     assert places(tmp_path / "out")[name].read() == places(source)[name].read()
+
+
+CODE = {
+    "configuration_mimo.py": """from transformers import Qwen2Config
+
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+""",
+    "modeling_mimo.py": """from transformers import Qwen2ForCausalLM
+from .configuration_mimo import MiMoConfig
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    config_class = MiMoConfig
+""",
+}
+
+
+def test_a_checkpoint_with_its_own_code_is_read_as_the_recipe_says(mimo, tmp_path, monkeypatch):
+    """The published MiMo: a model_type that transformers does not know."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    source, _, _ = mimo
+    coded, run = tmp_path / "coded", tmp_path / "run"
+    shutil.copytree(source, coded)
+    for name, text in CODE.items():
+        (coded / name).write_text(text)
+    config = json.loads((coded / "config.json").read_text()) | {"model_type": "mimo", "attention_bias": True}
+    config["auto_map"] = {
+        "AutoConfig": "configuration_mimo.MiMoConfig",
+        "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",
+    }
+    (coded / "config.json").write_text(json.dumps(config))
+    section = TargetSection(path=str(coded), trust_remote_code=True)
+    head, target = trained(section, run)
+    assert target.shape.model_type == "mimo" and target.shape.module["count"] == 1
+    recipe = {"name": "x", "target": section.model_dump(), "data": {"train": ["x"]}, "head": {"kind": "mtp-checkpoint"}}
+    (run / "recipe.yaml").write_text(json.dumps(recipe))
+    verb(run=run, to=tmp_path / "out", target=str(coded), patch=False, force=False)
+    read = ModuleTensors(tensor_files(tmp_path / "out"))
+    for name, tensor in head.checkpoint_tensors(read.keys()).items():
+        assert torch.equal(read[name], tensor.bfloat16()), name
 
 
 # -- guards ------------------------------------------------------------------------------------------------------
