@@ -79,9 +79,10 @@ def test_a_lock_of_another_machine_is_left_alone(tmp_path, said):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1'])
 def test_a_torn_lock_file_stops_nobody(tmp_path, said, text):
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / FILE).write_text(text + " " * 300)
     with run_lock(tmp_path, said):
-        pass
+        assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
+        assert len((tmp_path / FILE).read_text()) < 300
 
 
 def test_a_lock_removed_between_opening_and_locking_is_not_held(tmp_path, said, monkeypatch):

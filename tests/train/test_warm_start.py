@@ -21,7 +21,7 @@ from headtrain.export.core import export_head
 from headtrain.heads.io import load_head
 from headtrain.heads.resize import draft_rows
 from headtrain.target.load import load_target, load_tokenizer
-from headtrain.train import setup
+from headtrain.train import checkpoint, setup
 from headtrain.train.backend import Backend
 from headtrain.train.trainer import train
 
@@ -51,7 +51,15 @@ def base(tiny_folder, tmp_path_factory) -> Recipe:
         data={"train": [str(folder / "train.jsonl")], "max_length": 200},
         features={"dtype": "float32"},
         head={"kind": "eagle3", "depth": 2, "draft_vocab_size": 24},
-        train=dict(steps=2, batch_tokens=256, lr=3e-3, save_every=2, eval_every=2, precision="fp32"),
+        train=dict(
+            depth_schedule=[{"fraction": 1, "depth": 1}],
+            steps=2,
+            batch_tokens=256,
+            lr=3e-3,
+            save_every=2,
+            eval_every=2,
+            precision="fp32",
+        ),
         output=str(folder / "run"),
     )
 
@@ -203,10 +211,10 @@ def test_the_same_target_in_another_version_is_what_it_is_for(base, run, backend
 
 def test_what_only_trains_may_change_and_an_export_starts_it_too(base, run, backend, tmp_path, no_forward):
     """Depth, decay and loss are the new run's; every tensor and the map are the old one's (CASES 18)."""
-    checkpoint = next((run / "checkpoints").glob("step-*"))
-    trained, _ = load_head(checkpoint)
-    export_head(checkpoint, "vllm", tmp_path / "export", dtype="float32")
-    for path in (run, checkpoint, tmp_path / "export"):
+    saved = next((run / "checkpoints").glob("step-*"))
+    trained, _ = load_head(saved)
+    export_head(saved, "vllm", tmp_path / "export", dtype="float32")
+    for path in (run, saved, tmp_path / "export"):
         recipe = again(base, run, depth=3, depth_decay=0.5, loss="reverse_kl")
         recipe.train.warm_start = str(path)
         head = setup.prepare_run(recipe, backend, quiet()).head
@@ -239,6 +247,14 @@ def test_the_recipes_vocabulary_without_capturing_again(base, run, backend, tmp_
     assert train(recipe, setup.prepare_run(recipe, backend, quiet()), backend).step == 2
 
 
+def test_the_key_counts_in_a_warm_start_alone(base, run):
+    """A run without one resumes whatever the key says, and one from before the key existed, too."""
+    trained, _ = load_head(next((run / "checkpoints").glob("step-*")))
+    for recipe, there in ((base, False), (again(base, run), True)):
+        origin = checkpoint.made_from(recipe, trained, "data", "fp32", {})
+        assert ("train.warm_start_vocab" in origin) == there
+
+
 # -- the verb ------------------------------------------------------------------------------------------------------
 
 
@@ -249,8 +265,8 @@ def command(*arguments: str):
 
 
 def test_the_verb_writes_a_head_that_trains_on(base, run, backend, tmp_path, no_forward, monkeypatch):
-    checkpoint = next((run / "checkpoints").glob("step-*"))
-    trained, record = load_head(checkpoint)
+    saved = next((run / "checkpoints").glob("step-*"))
+    trained, record = load_head(saved)
     got = command(str(run), "--size", "40", "--out", str(tmp_path / "grown"))
     assert got.exit_code == 0, got.output
     assert "40 tokens (was 24); 24 kept as trained, 16 start as in a fresh head, 0 left out" in got.output
@@ -261,7 +277,7 @@ def test_the_verb_writes_a_head_that_trains_on(base, run, backend, tmp_path, no_
     expected = sorted(range(384), key=lambda i: (-int(counts[i]), i))[:40]
     assert grown.draft_ids.tolist() == sorted(expected)
     assert metadata.draft_vocab.size == 40 and metadata.training == record.training
-    assert metadata.head.depth == record.head.depth and not metadata.acceptance
+    assert metadata.head.depth == record.head.depth == 1 and not metadata.acceptance
 
     monkeypatch.chdir(tmp_path)  # the recipe's output is under runs/
     onward = load_recipe(tmp_path / "grown/recipe.yaml")
