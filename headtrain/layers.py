@@ -50,33 +50,38 @@ class RMSNorm(nn.Module):
 
 
 class Rope(nn.Module):
-    """Rotary position embedding in transformers' conventions (half rotation), for every rope_type it knows."""
+    """Rotary position embedding in transformers' conventions (half rotation), for every rope_type it knows. With a
+    ``partial_rotary_factor`` the first such part of each head is turned, as engines do it."""
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()
         from transformers import LlamaConfig  # deferred: importing headtrain stays light
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+        parameters = dict(shape.rope)
+        turned = int(shape.head_dim * parameters.pop("partial_rotary_factor", 1.0))
         self.table = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=shape.hidden_size,
                 num_attention_heads=shape.num_heads,
-                head_dim=shape.head_dim,
+                head_dim=turned,
                 max_position_embeddings=shape.max_positions,
-                rope_parameters=dict(shape.rope),
+                rope_parameters=parameters,
             )
         )
         for name in list(self.table._buffers):  # computed from the config: never part of a checkpoint
             self.table._non_persistent_buffers_set.add(name)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [n] -> cos, sin [n, 1, d] float32, to broadcast over heads."""
+        """positions [n] -> cos, sin [n, 1, d] float32, to broadcast over heads; d: the part that is turned."""
         cos, sin = self.table(torch.empty((), dtype=torch.float32, device=positions.device), positions.unsqueeze(0))
         return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [n, heads, d] turned by the angles of its positions."""
+    """x [n, heads, d] turned by the angles of its positions; what they do not reach stays."""
+    if (size := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat([rotate(x[..., :size], cos, sin), x[..., size:]], -1)
     a, b = wide(x).chunk(2, -1)
     half = cos.shape[-1] // 2
     c, s = cos[..., :half], sin[..., :half]

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
-from headtrain.layers import RMSNorm
+from headtrain.layers import RMSNorm, Rope, rotate
+from headtrain.types import TargetShape
 
 
 def test_rms_norm_equals_autograd_of_its_definition():
@@ -28,3 +30,26 @@ def test_rms_norm_of_bf16_is_computed_in_fp32():
     x = (torch.randn(3, 64) * 100).bfloat16()
     exact = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
     assert torch.equal(norm(x), exact)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}])
+def test_a_partial_rotary_factor_turns_the_first_part_of_a_head(factor, scaling):
+    """As engines do with the exported config: pair (j, j + d/2) of the first d = factor * head_dim entries is turned by
+    position * theta^(-2j/d), the rest stays."""
+    rope = scaling | {"rope_theta": 100.0} | ({} if factor == 1 else {"partial_rotary_factor": factor})
+    shape = TargetShape(
+        architecture="A", model_type="a", hidden_size=64, intermediate_size=8, num_layers=1, num_heads=2,
+        num_kv_heads=1, head_dim=32, vocab_size=8, rope=rope,
+    )  # fmt: skip
+    x, positions, d = torch.randn(3, 2, 32), torch.tensor([0, 5, 11]), int(32 * factor)
+    expected = x.clone()
+    for n, position in enumerate(positions.tolist()):
+        for j in range(d // 2):
+            angle = torch.tensor(position / scaling.get("factor", 1.0) * 100.0 ** (-2 * j / d))
+            a, b = x[n, :, j], x[n, :, j + d // 2]
+            expected[n, :, j] = a * angle.cos() - b * angle.sin()
+            expected[n, :, j + d // 2] = b * angle.cos() + a * angle.sin()
+    found = rotate(x, *Rope(shape)(positions))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # angles in another order of operations
+    assert torch.equal(found[..., d:], x[..., d:])
