@@ -172,7 +172,7 @@ def _refuse(head, dialect: str) -> None:
 def _speculators(head, llama: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": min(head.config.depth, 3),
+        "speculative_tokens": 3,  # the usual chain; the server's own option goes before it
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }

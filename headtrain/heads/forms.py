@@ -83,9 +83,7 @@ def reference_rope(rope: dict[str, Any]) -> dict[str, Any]:
         return {"rope_theta": rope["rope_theta"], "rope_scaling": None}
     known = kind in ("linear", "dynamic") and set(rope) == {"rope_type", "rope_theta", "factor"}
     if not known or rope["factor"] <= 1 or rope["rope_theta"] != 10000.0:
-        raise ValueError(
-            f"the reference code has plain RoPE, linear and dynamic scaling; it cannot compute {rope}"
-        )
+        raise ValueError(f"the reference code has plain RoPE, linear and dynamic scaling; it cannot compute {rope}")
     scaling = {"type": kind, "factor": float(rope["factor"])}
     return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
