@@ -124,6 +124,11 @@ def test_the_smallest_vocabularies(target, size):
     assert torch.equal(new.lm_head.weight, old.lm_head.weight[:size])
 
 
+def test_all_ids_are_the_whole_vocabulary(target):
+    whole = with_draft_ids(trained(target, KINDS[0], some(64)), torch.arange(V), target.weights())
+    assert whole.draft_ids is None and whole.config.draft_vocab_size is None and whole.draft_vocab_size == V
+
+
 def test_there_and_back_is_the_same_head(target):
     old = trained(target, KINDS[0], some(64))
     grown = with_draft_ids(old, None, target.weights())
