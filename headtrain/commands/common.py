@@ -49,7 +49,7 @@ def read_head(run: Path) -> tuple[DraftHead, Metadata, Path]:
     if (run / "config.json").is_file() and not (run / FILE).is_file():
         read = verify_folder(run)
         if read.metadata is None or read.head is None:
-            raise RecipeError(f"{run} has no headtrain.json: which target it belongs to is not known")
+            raise RecipeError(f"{run} has no headtrain.json (another tool's?): `headtrain import` it first")
         return read.head, read.metadata, run
     folder = checkpoint_of(run)
     return *load_head(folder), folder

@@ -71,7 +71,7 @@ def card_text(
                 ("features read", f"hidden_states {metadata.features.layers}" if metadata.features.layers else "final"),
                 ("depth trained", str(head.depth or "not known")),
                 (
-                    "longest training row",
+                    "length trained",
                     f"{metadata.training.max_length} tokens" if metadata.training else "not known",
                 ),
                 ("head dtype", metadata.export.dtype if metadata.export else "float32"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..types import TargetShape
 from .base import ExportSpec
 from .forms import (
+    REFERENCE,
     Form,
     Launch,
     check_llama,
@@ -59,7 +60,8 @@ FORMS = {
     "hf": Form(
         method="EAGLE",
         launch=launch_reference,
-        versions="main of 2026",
+        versions="main of 2026, transformers 4",
+        tested=REFERENCE,
         source="SafeAILab/EAGLE: eagle/model/{ea_model,cnets1,configs}.py; HASS has the same layout",
     ),
 }

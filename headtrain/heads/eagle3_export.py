@@ -19,6 +19,7 @@ from .. import vocab
 from ..types import TargetShape
 from .base import ExportSpec
 from .forms import (
+    REFERENCE,
     TARGET_NAME,
     Form,
     Launch,
@@ -99,7 +100,8 @@ FORMS = {
     "hf": Form(
         method="EAGLE-3",
         launch=launch_reference,
-        versions="main of 2026",
+        versions="main of 2026, transformers 4",
+        tested=REFERENCE,
         notes=("EAGLE's own code: layers (2, n//2, n-3) only, none of the 3.1 switches.",),
         source="SafeAILab/EAGLE: eagle/model/{ea_model,cnets,configs,modeling_llama_kv}.py",
     ),

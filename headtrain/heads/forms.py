@@ -19,6 +19,7 @@ WEIGHT_FILES = (WEIGHTS, "medusa_lm_head.safetensors", MEDUSA_PICKLE, "pytorch_m
 # stands in a config for what its target is called, which a head does not know
 TARGET_NAME = "<target>"
 UNTRIED = "no, from its source"
+REFERENCE = "its own modules, on the CPU"
 
 
 @dataclass(frozen=True)

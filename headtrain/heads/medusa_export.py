@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..types import TargetShape
 from .base import ExportSpec
-from .forms import MEDUSA_PICKLE, TARGET_NAME, Form, Launch, launch_vllm
+from .forms import MEDUSA_PICKLE, REFERENCE, TARGET_NAME, Form, Launch, launch_vllm
 
 ARCHITECTURE = "MedusaModel"
 BUILDER = "MedusaForCausalLM"
@@ -59,6 +59,7 @@ FORMS = {
         method="medusa",
         launch=launch_reference,
         versions="main of 2024",
+        tested=REFERENCE,
         notes=(
             "The reference's code applies one block L times: a head of L > 1 layers that differ is refused.",
             f"Its loader wants {MEDUSA_PICKLE}, a pickle of tensors alone.",

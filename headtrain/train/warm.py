@@ -78,7 +78,7 @@ def _read(path: Path) -> tuple[DraftHead, Metadata, Path]:
     if (path / "config.json").is_file() and not (path / FILE).is_file():  # an engine's form
         read = verify_folder(path)
         if read.metadata is None or read.head is None:
-            raise RecipeError(f"{path} has no headtrain.json: which target it belongs to is not known")
+            raise RecipeError(f"{path} has no headtrain.json (another tool's?): `headtrain import` it first")
         return read.head, read.metadata, path
     folder = checkpoint.find(path)
     if (folder / checkpoint.TRAINER_FILE).is_file() and (what := checkpoint.damage(folder)):
