@@ -30,6 +30,10 @@ LINEAR = dict(
 MROPE = dict(
     LINEAR, rope_parameters=LINEAR["rope_parameters"] | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
 )
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
 DEEPSEEK = {"token": "enorm", "hidden": "hnorm", "project": "eh_proj", "final": "shared_head.norm", "layer": ""}
 QWEN = {
     "token": "pre_fc_norm_embedding", "hidden": "pre_fc_norm_hidden", "project": "fc", "final": "norm",
@@ -68,7 +72,7 @@ KINDS = {
         "DeepseekV3Config", "DeepseekV3ForCausalLM", "deepseek_v3",
         ("DeepseekV3DecoderLayer", "DeepseekV3RotaryEmbedding"),
         dict(MOE, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8,
-             v_head_dim=6, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1,
+             v_head_dim=6, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, rope_parameters=YARN,
              num_nextn_predict_layers=1),
         "model.layers.3.", DEEPSEEK, "embedding first", "normed", "raw", True, copies=True,
     ),
@@ -87,8 +91,8 @@ KINDS = {
     "qwen3-next": Kind(
         "Qwen3NextConfig", "Qwen3NextForCausalLM", "qwen3_next",
         ("Qwen3NextDecoderLayer", "Qwen3NextRotaryEmbedding"),
-        dict(MOE, **LINEAR, num_experts=4, shared_expert_intermediate_size=20), "mtp.", QWEN, "embedding first",
-        "normed", "normed", False,
+        dict(MOE, **LINEAR, num_experts=4, shared_expert_intermediate_size=20, attention_bias=True), "mtp.", QWEN,
+        "embedding first", "normed", "normed", False,
     ),
     "qwen3.5": Kind(
         "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "qwen3_5", ("Qwen3_5DecoderLayer", "Qwen3_5TextRotaryEmbedding"),
@@ -158,10 +162,11 @@ class Module(nn.Module):
 
     def steps(
         self, ids: Tensor, doc: Tensor, pos: Tensor, embed: Tensor, state: Tensor, depth: int,
-        recycle: str | None = None, zero_first: bool | None = None,
+        recycle: str | None = None, zero_first: bool | None = None, own: bool = False,
     ) -> list[Tensor]:  # fmt: skip
         """What the lm_head reads at every position and step, [T, H] each. Step s sees step 0's keys causally and, of
-        each later step, the own position's; at RoPE position pos + s. The whole layer is run over all steps so far."""
+        each later step, the own position's; at RoPE position pos + s. The whole layer is run over all steps so far.
+        own: FastMTP's training, every step causal over its own states, at RoPE position pos."""
         kind, T, out, inputs = self.kind, ids.numel(), [], []
         recycle = recycle or kind.recycle
         zero_first = kind.zero_first if zero_first is None else zero_first
@@ -178,10 +183,11 @@ class Module(nn.Module):
                 mask[a * T : (a + 1) * T, :T] = causal
                 for b in range(1, a + 1):
                     mask[a * T : (a + 1) * T, b * T : (b + 1) * T] = torch.eye(T, dtype=torch.bool)
-            x = torch.cat(inputs)[None]
-            positions = torch.cat([pos + a for a in range(s + 1)])[None]
+            x, positions = torch.cat(inputs)[None], torch.cat([pos + a for a in range(s + 1)])[None]
+            if own:
+                x, positions, mask = inputs[-1][None], pos[None], causal
             added = torch.zeros(mask.shape, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)[None, None]
-            y = self.layer(x, attention_mask=added, position_embeddings=self.rope(x, positions))[0, s * T :]
+            y = self.layer(x, attention_mask=added, position_embeddings=self.rope(x, positions))[0, -T:]
             normed = self.final(y)
             state = normed if recycle == "normed" else y
             out.append(normed)

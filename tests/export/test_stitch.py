@@ -142,6 +142,11 @@ def test_a_patch_for_other_values_is_refused(mimo, tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(ExportError, match="no patch but a whole checkpoint"):
         read_patch(tmp_path / "tuned")
+    held = load_file(tmp_path / "patch" / PATCH)
+    held.pop("model.mtp_layers.0.input_proj.weight")
+    save_file(held, tmp_path / "patch" / PATCH)
+    with pytest.raises(ExportError, match="disagree on .*input_proj"):
+        read_patch(tmp_path / "patch")
 
 
 def test_the_record_says_what_was_written(mimo, tmp_path):

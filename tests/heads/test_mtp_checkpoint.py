@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import checkpoint_families as families
 import pytest
@@ -159,15 +160,19 @@ def test_a_recipe_may_choose_another_recursion(name, options):
     assert not torch.equal(default.loss[1], ours.loss[1])
 
 
-def test_own_context_is_fastmtps_for_a_latent_attention_too():
-    """At depth 1 both contexts are the same; below, keys of every position at its own step."""
-    _, head, weights = make("deepseek", context="own")
-    batch, _, features = data(weights)
-    own = head.loss(batch, features, Teacher(weights.lm_head), DEPTH)
-    head.eval()
-    first = head.loss(batch, features, Teacher(weights.lm_head), DEPTH)
-    torch.testing.assert_close(own.loss[0], first.loss[0], rtol=1e-6, atol=0)
-    assert (own.loss[1:] != first.loss[1:]).all()
+@pytest.mark.parametrize("name", ["deepseek", "qwen3-next"])
+def test_own_context_is_fastmtps_in_training_and_decodings_in_evaluation(name):
+    module, head, weights = make(name, context="own")
+    batch, final, features = data(weights)
+    pairs = pair_mask(batch, DEPTH)
+    for training in (True, False):
+        with torch.no_grad():
+            ours = head.train(training).loss(batch, features, Teacher(weights.lm_head), DEPTH)
+            hidden = steps(name, module, weights, batch, final, own=training)
+        for s, seen in enumerate(hidden):
+            logits = seen @ weights.lm_head.t()
+            losses = torch.nn.functional.cross_entropy(logits, ahead(batch.ids, 2 + s), reduction="none")
+            torch.testing.assert_close(ours.loss[s].double(), losses[pairs[s]].sum(), rtol=1e-5, atol=0)
 
 
 # -- real files --------------------------------------------------------------------------------------------------
@@ -237,8 +242,9 @@ def test_transformers_own_mtp_model_drafts_the_same(loaded):
         ),
         (shape_of("mimo", num_nextn_predict_layers=0), ["MiMo", "announces no MTP modules", "expected one"]),
         (shape_of("mimo", num_nextn_predict_layers=2), ["announces 2 MTP modules", "expected one"]),
+        (shape_of("deepseek", v_head_dim=14), ["v_head_dim 14", "a key (12)"]),
     ],
-    ids=["another family", "none announced", "two"],
+    ids=["another family", "none announced", "two", "large values"],
 )
 def test_a_target_without_one_module_is_refused_by_name(shape, words):
     with pytest.raises(RecipeError) as error:
@@ -337,4 +343,5 @@ def test_costs_count_the_experts_of_one_token():
     assert head.key_weights() == keys
     assert head.row_weights() == sum(sizes.values()) - keys - experts // 2
     assert head.mlp_width() == 2 * 12 + 12
-    assert head.key_shape == (4, 12) and head.scale == pytest.approx(12**-0.5)
+    assert head.key_shape == (4, 12)
+    assert head.scale == pytest.approx(12**-0.5 * (0.1 * math.log(4) + 1) ** 2)  # YaRN's, by its factor of 4

@@ -16,6 +16,7 @@ def test_the_settings_of_a_module_come_from_the_config():
     assert module_settings(config_of("mimo", num_nextn_predict_layers=0)) is None
     assert module_settings(config_of("qwen3.5", mtp_num_hidden_layers=2))["count"] == 2
     assert module_settings(config_of("qwen3-next"))["count"] == 1  # its config says nothing
+    assert module_settings(config_of("qwen3-next", num_nextn_predict_layers=0)) is None
     assert all(shape_from_config(config_of(name)).module["count"] == 1 for name in KINDS)
 
 
