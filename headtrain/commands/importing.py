@@ -13,7 +13,7 @@ from .common import device, err, out
 
 
 def import_(
-    folder: Annotated[Path, typer.Argument(help="an EAGLE, EAGLE-3, HASS, Medusa, speculators, SpecForge, ... folder")],
+    folder: Annotated[Path, typer.Argument(help="config.json and tensors of a head that another tool wrote")],
     target: Annotated[str, typer.Option(help="the target that the head drafts for: Hub id, folder, package:NAME")],
     to: Annotated[Path, typer.Option("--out", help="folder to write")],
     settings: Annotated[
@@ -22,6 +22,9 @@ def import_(
     ] = None,
 ) -> None:
     """Read a published head strictly, and write it as a checkpoint: to evaluate, to continue from, to export again.
+
+    Layouts: EAGLE and HASS, EAGLE-3, Medusa, speculators, SpecForge, ModelOpt, and those that engines load. Pickles are
+    read as tensors only.
 
     \b
     headtrain import EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct --out imported
