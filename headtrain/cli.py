@@ -19,6 +19,8 @@ from .commands.common import (
 )
 from .commands.importing import import_
 from .commands.speedup import speedup
+from .commands.stitch import stitch
+from .commands.vocab import vocab
 from .config import RecipeError, TargetSection, load_recipe
 
 app = typer.Typer(
@@ -98,7 +100,7 @@ def train(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option(help="start over; an earlier run is kept aside")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved recipe and an estimate only")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print an estimate and the resolved recipe only")] = False,
 ) -> None:
     """Train on this machine with one process. For several: accelerate launch ... -m headtrain.train RECIPE."""
     if dry_run:
@@ -160,6 +162,8 @@ app.command()(exporting.engines)
 app.command("import")(import_)
 app.command()(speedup)
 app.command()(advise)
+app.command()(vocab)
+app.command()(stitch)
 
 
 def main() -> None:
