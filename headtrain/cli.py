@@ -44,6 +44,7 @@ headtrain export RUN --engine vllm --out DIR
 headtrain check DIR --target T
 headtrain import DIR --target T --out DIR2   a published head, to evaluate, continue or export
 
+\b
 headtrain speedup                 what speculation gains: from acceptance and costs, with batch size, for an SLO
 headtrain eval --server URL       the same question to a running server
 
