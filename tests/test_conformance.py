@@ -138,7 +138,9 @@ def test_every_export_is_strict_and_repeatable(head, target, tmp_path):
             assert not (tmp_path / name).exists()
             continue
         for copy in ("a", "b"):
-            export_head(tmp_path / "head", name, tmp_path / name / copy, weights=target.weights())
+            export_head(
+                tmp_path / "head", name, tmp_path / name / copy, weights=target.weights(), target_folder=target.folder
+            )
             verify_folder(tmp_path / name / copy)
         files = sorted(p.name for p in (tmp_path / name / "a").iterdir())
         for file in files:

@@ -43,7 +43,7 @@ def export(
     folder = checkpoint_of(run)
     head, metadata = load_head(folder)
     section = target_section(target, recipe_of(run), required=probe)
-    stored = weights = None
+    stored = weights = loaded = None
     if probe:
         loaded = load_for(section, folder)
         require_same_target(metadata, loaded.identity, folder)
@@ -51,9 +51,10 @@ def export(
     measured = acceptance or (run / "eval" / "eval.json" if (run / "eval" / "eval.json").is_file() else None)
     # a head trained on a file that engines cannot load is named after the folder it was converted to
     renamed = target if target and engines_load(target) and not engines_load(metadata.target.name) else None
+    beside = loaded.folder if loaded else section and Path(section.path)
     path = export_head(
         folder, engine, to, dtype=dtype, force=force, acceptance=measured, probe=stored, weights=weights,
-        max_shard_size=max_shard_size, target_name=renamed, license=license,
+        max_shard_size=max_shard_size, target_name=renamed, target_folder=beside, license=license,
     )  # fmt: skip
     out.print(f"wrote {path}, read it back and compared: bit for bit the trained head", markup=False)
     out.print(f"serve it:  {launch_line(path, section.path if section else None)}", markup=False)

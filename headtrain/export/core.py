@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ..metadata import ExportPart, Metadata, RouteAcceptance, file_sha256, write
 from ..target.adapter import FOLDER as ADAPTER
 from ..types import TargetShape, TargetWeights
 from .card import write_card
+from .combined import copy_beside, target_tensors
 from .engines import ENGINES, NATIVE, Engine, ExportError, engines_load, form_of, launch_command, resolve
 from .files import CONFIG, parse_size, write_weights
 from .folder import DTYPE_KEY, fill_target, verify_folder
@@ -42,6 +45,7 @@ def export_head(
     weights: TargetWeights | None = None,
     max_shard_size: str = MAX_SHARD,
     target_name: str | None = None,
+    target_folder: str | Path | None = None,
     license: str | None = None,
 ) -> Path:
     """Export a checkpoint folder for ``engine`` (a row of ``engines.ENGINES``); returns the folder written.
@@ -50,7 +54,8 @@ def export_head(
     into the metadata; probe: ``probe.make_probe``'s tensors, stored for ``headtrain check``; weights: the target's
     tensors, needed where the export carries one of them (a shared lm_head); force: replace an earlier export;
     max_shard_size: a larger safetensors file becomes several with an index; target_name: what the target is called
-    where the engine runs, default what the record calls it; license: for the card, as the Hub spells it.
+    where the engine runs, default what the record calls it; target_folder: the target's files, for a form that holds
+    the target as well (``Form.with_target``); license: for the card, as the Hub spells it.
     Two exports of one checkpoint are byte-identical. The folder appears under its name only after it was read back
     strictly, and the head rebuilt from it equals the trained one bit for bit and drafts the same.
 
@@ -81,9 +86,10 @@ def export_head(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        if metadata.target.adapter is not None:
+        form = form_of(row, type(head))
+        if metadata.target.adapter is not None and not form.with_target:
             _copy_adapter(checkpoint, temporary)
-        spec = _write(temporary, head, metadata, row, name, probe, max_shard)
+        spec = _write(temporary, head, metadata, row, name, probe, max_shard, target_folder and Path(target_folder))
         _prove(temporary, head, row, spec, probe, weights)
         for note in _length_warnings(metadata):
             warnings.warn(note, stacklevel=2)
@@ -102,8 +108,15 @@ def _write(
     dtype: str,
     probe: dict[str, Tensor] | None,
     max_shard: int,
+    target: Path | None,
 ) -> ExportSpec:
     spec = ExportSpec({}, {}) if row.dialect == NATIVE else _spec(head, row)
+    form = form_of(row, type(head))
+    if form.with_target:
+        shapes = type(head).expected_tensors(row.dialect, spec.config)
+        rest = {name: size for name, size in shapes.items() if name not in spec.tensors}
+        spec = replace(spec, tensors=spec.tensors | target_tensors(target, metadata.target, rest))
+        copy_beside(target, folder)
     named = fill_target(spec.config, metadata.target.name)
     if named != spec.config and not engines_load(metadata.target.name):
         raise ExportError(
@@ -118,9 +131,6 @@ def _write(
 
         save_tensors(folder / PROBE_FILE, probe)
 
-    def cast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {n: t.to(DTYPES[dtype]) if t.is_floating_point() else t for n, t in tensors.items()}
-
     def record() -> ExportSpec:
         """headtrain.json last: it names what the other files hold."""
         found = sorted(p for p in folder.rglob("*") if p.is_file())
@@ -129,9 +139,9 @@ def _write(
         return spec
 
     if row.dialect == NATIVE:
-        save_tensors(folder / HEAD_FILE, cast(head_tensors(head)))
+        write_weights(folder, head_tensors(head), HEAD_FILE, sys.maxsize, DTYPES[dtype])
         return record()
-    write_weights(folder, cast(spec.tensors), form_of(row, type(head)).file, max_shard)
+    write_weights(folder, spec.tensors, form.file, max_shard, DTYPES[dtype])
     write_json(folder / CONFIG, named | {DTYPE_KEY: dtype})
     return record()
 

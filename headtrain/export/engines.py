@@ -149,7 +149,7 @@ def launch_command(engine: Engine, head_class: type[DraftHead], at: Launch) -> s
     form = form_of(engine, head_class)
     if form is None:
         raise ExportError(f"{engine.title} has no form of this head")
-    if engine.name == NATIVE or engines_load(at.target):
+    if engine.name == NATIVE or form.with_target or engines_load(at.target):
         return form.launch(form, at)
     plain = f"targets/{Path(at.target.removeprefix('package:')).stem}"
     convert = f"headtrain convert {shlex.quote(at.target)} {shlex.quote(plain)}"

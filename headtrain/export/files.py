@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,29 +102,39 @@ def _inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def write_weights(folder: Path, tensors: dict[str, Tensor], file: str, max_shard: int) -> None:
+def write_weights(
+    folder: Path, tensors: dict[str, Tensor], file: str, max_shard: int, dtype: torch.dtype | None = None
+) -> None:
     """Into ``file``; a safetensors file of more than ``max_shard`` bytes becomes shards with an index, filled in the
-    order of the names, so that the same tensors always give the same bytes."""
+    order of the names, so that the same tensors always give the same bytes. dtype: what floats are cast to, one shard
+    after the other: of tensors that lie in files, no more than one shard is in memory."""
+
+    def cast(names: Iterable[str]) -> dict[str, Tensor]:
+        return {n: tensors[n].to(dtype) if dtype and tensors[n].is_floating_point() else tensors[n] for n in names}
+
     if Path(file).suffix in PICKLES:
-        _write_pickle(folder / file, tensors)
+        _write_pickle(folder / file, cast(tensors))
         return
-    sizes = {name: t.numel() * t.element_size() for name, t in sorted(tensors.items())}
+    sizes = {
+        name: t.numel() * (dtype if dtype and t.is_floating_point() else t.dtype).itemsize
+        for name, t in sorted(tensors.items())
+    }
     if sum(sizes.values()) <= max_shard:
-        save_tensors(folder / file, tensors)
+        save_tensors(folder / file, cast(tensors))
         return
-    shards: list[dict[str, Tensor]] = [{}]
+    shards: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():
         if shards[-1] and used + size > max_shard:
-            shards.append({})
+            shards.append([])
             used = 0
-        shards[-1][name] = tensors[name]
+        shards[-1].append(name)
         used += size
     mapping: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
+    for number, names in enumerate(shards, start=1):
         path = f"{Path(file).stem}-{number:05d}-of-{len(shards):05d}{Path(file).suffix}"
-        save_tensors(folder / path, shard)
-        mapping |= dict.fromkeys(shard, path)
+        save_tensors(folder / path, cast(names))
+        mapping |= dict.fromkeys(names, path)
     write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": mapping})
 
 

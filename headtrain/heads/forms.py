@@ -38,7 +38,8 @@ class Form:
 
     method: what the engine calls this kind; versions: those known to load it; tested: the one that did, here; modes:
     the ways in which the engine then drafts, as ``export.engines.MODES`` names them; file: where the tensors lie;
-    launch(form, where): the engine's start command; source: where the facts are from.
+    launch(form, where): the engine's start command; source: where the facts are from. with_target: the engine reads the
+    head inside its target's checkpoint, so that the export is that whole checkpoint.
     """
 
     method: str
@@ -49,6 +50,7 @@ class Form:
     notes: tuple[str, ...] = ()
     modes: tuple[str, ...] = ("head",)
     file: str = WEIGHTS
+    with_target: bool = False
 
 
 def launch_vllm(form: Form, at: Launch) -> str:

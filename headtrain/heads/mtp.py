@@ -22,6 +22,7 @@ from ..losses import HardTargets, SoftTargets, align, align_pairs, vocab_loss, z
 from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
+from . import mtp_export
 from .base import DraftHead, ExportSpec, HeadConfig, SoftLoss
 from .recurrent import Block, RecurrentHead, seen_positions
 
@@ -70,6 +71,7 @@ class MtpConfig(HeadConfig):
 
 class Mtp(RecurrentHead):
     Config = MtpConfig
+    dialects = mtp_export.FORMS
 
     def __init__(self, config: MtpConfig, shape: TargetShape, draft_ids: Tensor | None) -> None:
         super().__init__(config, shape, draft_ids)
@@ -214,14 +216,16 @@ class Mtp(RecurrentHead):
     # -- export ------------------------------------------------------------------------------------------------
 
     def export_spec(self, dialect: str) -> ExportSpec:
-        raise KeyError(dialect)  # an engine loads the module from the target's own checkpoint only
+        return mtp_export.spec(self, dialect)
 
     @classmethod
     def expected_tensors(cls, dialect: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        raise KeyError(dialect)
+        if dialect not in cls.dialects:
+            raise KeyError(dialect)
+        return mtp_export.expected_tensors(dialect, config)
 
     @classmethod
     def from_export(
         cls, dialect: str, config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape
     ) -> DraftHead:
-        raise KeyError(dialect)
+        return mtp_export.read(cls, dialect, config, tensors, shape)

@@ -64,6 +64,7 @@ class MtpCheckpoint(Mtp):
     the family's ``start``, ``recycle`` and ``zero_first_embedding`` where the recipe left them open."""
 
     Config = MtpCheckpointConfig
+    dialects: ClassVar = {}  # it goes back into its own checkpoint: `headtrain stitch`
 
     def __init__(self, config: MtpCheckpointConfig, shape: TargetShape, draft_ids: Tensor | None) -> None:
         """Raises ValueError for a target without a module of its own."""
