@@ -18,6 +18,7 @@ from .commands.common import (
     out,
 )
 from .commands.importing import import_
+from .commands.push import push
 from .commands.speedup import speedup
 from .commands.stitch import stitch
 from .commands.vocab import vocab
@@ -43,6 +44,7 @@ headtrain advise RUN              which drafter and which k, for each route, fro
 headtrain export RUN --engine vllm --out DIR
 headtrain check DIR --target T
 headtrain import DIR --target T --out DIR2   a published head, to evaluate, continue or export
+headtrain push DIR USER/NAME      to the Hub, private unless --public
 
 \b
 headtrain speedup                 what speculation gains: from acceptance and costs, with batch size, for an SLO
@@ -161,6 +163,7 @@ app.command()(exporting.export)
 app.command()(exporting.check)
 app.command()(exporting.engines)
 app.command("import")(import_)
+app.command()(push)
 app.command()(speedup)
 app.command()(advise)
 app.command()(vocab)
