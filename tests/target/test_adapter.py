@@ -112,6 +112,19 @@ def test_an_adapter_that_was_changed_or_is_missing_is_refused(tiny_folder, tmp_p
         adapter.load(dict(list(tensors.items())[1:]))
 
 
+def test_a_half_precision_target_has_float32_masters():
+    target = Target.of(tiny.model().bfloat16())
+    adapter, batch = Adapter(target, SECTION, 0), Batch.pack(tiny.rows((24, 9)))
+    assert {p.dtype for p in adapter.parameters()} == {torch.float32}
+    with torch.no_grad():
+        for p in adapter.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    found = features_in_graph(target, batch, Wants(layers=(8,)))
+    assert found.final.dtype == found.layers.dtype == torch.bfloat16
+    found.final.float().square().sum().backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in adapter.parameters())
+
+
 def test_targets_choose_layers_and_unknown_ones_are_named(tiny_folder):
     target, adapter = adapted(tiny_folder, LoraSection(r=2, targets=["self_attn.q_proj", "up_proj"]))
     assert len(adapter.layers) == 16 and adapter.config.target_modules == {"q_proj", "up_proj"}

@@ -27,6 +27,7 @@ from headtrain.target.features import features_in_graph
 from headtrain.target.load import load_target
 from headtrain.target.model import Target
 from headtrain.train.backend import Backend
+from headtrain.train.checkpoint import CheckpointError
 from headtrain.train.joint import Joint, head_weight, no_features
 from headtrain.train.optim import HeadOptimizer
 from headtrain.train.setup import prepare_run
@@ -251,11 +252,15 @@ def test_resume_equals_uninterrupted(tiny_folder, trained, backend):
     for file in files:
         a, b = read_tensors(result.last / file), read_tensors(again.last / file)
         assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a), file
+    updates = {n: int(t) for n, t in read_tensors(result.last / "optimizer.safetensors").items() if n.endswith("/step")}
+    # a quarter of four steps trains the head alone; A has no gradient yet in the first step of both, as B is zero
+    for kind, count in (("lora_B", 3), ("lora_A", 2), ("blocks.", 4), ("lm_heads.", 4)):
+        assert {n for name, n in updates.items() if kind in name} == {count}, kind
     early = read_tensors(folder / "part/checkpoints/step-000002/adapter/adapter_model.safetensors")
     late = read_tensors(again.last / "adapter/adapter_model.safetensors")
     assert all(not torch.equal(early[n], late[n]) for n in late)
     (again.last / "adapter/adapter_model.safetensors").write_bytes(b"x")
-    with pytest.raises(Exception, match="adapter/adapter_model.safetensors has sha256"):
+    with pytest.raises(CheckpointError, match="adapter/adapter_model.safetensors has sha256"):
         train(part, prepare_run(part, backend, Console(quiet=True)), backend)
 
 

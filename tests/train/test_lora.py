@@ -116,16 +116,18 @@ def test_a_saved_head_is_merged_and_an_adapter_comes_back(target, kind, tmp_path
     assert head.training  # dropout is on while training only, and never in what is saved
     torch.testing.assert_close(loss(read.eval(), target), loss(head.eval(), target), rtol=1e-6, atol=0)
     lora.inject(again, LoraSection(r=2, dropout=0.5), seed=5)
-    lora.load(again, lora.state(head), head_tensors(head), "here")
+    saved = head_tensors(head)
+    saved.pop("draft_ids", None)  # as a checkpoint gives it
+    lora.load(again, lora.state(head), saved, "here")
     assert all(
         torch.equal(a, b) for a, b in zip(head_tensors(again).values(), head_tensors(head).values(), strict=True)
     )
     with torch.no_grad():
         next(p for n, p in again.named_parameters() if n.endswith(".original")).add_(0.1)
     with pytest.raises(ValueError, match="train.warm_start"):
-        lora.load(again, lora.state(head), head_tensors(head), "here")
+        lora.load(again, lora.state(head), saved, "here")
     with pytest.raises(ValueError, match="not the adapter of this head"):
-        lora.load(again, dict(list(lora.state(head).items())[1:]), head_tensors(head), "here")
+        lora.load(again, dict(list(lora.state(head).items())[1:]), saved, "here")
 
 
 def test_dropout_is_drawn_once_for_a_micro_batch_and_keeps_the_mean():
@@ -140,6 +142,16 @@ def test_dropout_is_drawn_once_for_a_micro_batch_and_keeps_the_mean():
     dropped = (draws == 0).all(1)  # whole inputs
     assert 0.2 < float(dropped.float().mean()) < 0.3
     torch.testing.assert_close(draws[0][:, ~dropped[0]], full[:, ~dropped[0]] / 0.75)
+
+
+def test_a_seed_gives_the_same_start(target):
+    starts = []
+    for drawn, seed in ((1, 3), (2, 3), (2, 4)):
+        head = build(target, "eagle3")
+        torch.rand(drawn)  # whatever was drawn before
+        lora.inject(head, SECTION, seed)
+        starts.append(lora.state(head)["fc.weight.lora_A"])
+    assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
 
 
 def test_targets_choose_by_name(target):
