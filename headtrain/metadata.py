@@ -36,6 +36,7 @@ class AdapterPart(_Part):
 class TargetIdentity(_Part):
     """Who the target is. ``weights``: sha256 by sampled tensor (embedding, lm_head, final norm, first, middle and
     last layer); ``tokenizer``: sha256 of vocabulary, merges and added tokens; ``chat_template``: sha256 of the text;
+    ``tokenizer_parts``: the same three apart (empty in older records);
     ``adapter``: set where the target is these weights and an adapter."""
 
     name: str
@@ -45,6 +46,7 @@ class TargetIdentity(_Part):
     quantization: str | None = None
     weights: dict[str, str]
     tokenizer: str
+    tokenizer_parts: dict[str, str] = Field(default_factory=dict)
     chat_template: str | None = None
     adapter: AdapterPart | None = None
 

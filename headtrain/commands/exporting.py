@@ -61,18 +61,19 @@ def export(
 
 
 def check(
-    export: Annotated[Path, typer.Argument(help="an exported folder or a checkpoint")],
+    export: Annotated[Path, typer.Argument(help="an exported folder, a checkpoint, or user/name on the Hub")],
     target: Annotated[str, typer.Option(help="Hub id, folder, .gguf file or package:NAME")],
     probe: Annotated[
         bool, typer.Option(help="compare the target's behaviour (loads it); --no-probe takes seconds")
     ] = True,
+    revision: Annotated[str | None, typer.Option(help="of an export on the Hub")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the rows and the verdict as JSON")] = False,
 ) -> None:
     """Does this head belong to this target? Exit code 0 compatible, 1 not, 2 cannot tell."""
     from ..export.check import check as run
 
     folder = checkpoint_of(export) if (export / "checkpoints").is_dir() else export
-    result = run(folder, target, probe=probe, device=device())
+    result = run(folder, target, probe=probe, device=device(), revision=revision)
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
     else:

@@ -13,7 +13,10 @@ from .common import device, err, out
 
 
 def import_(
-    folder: Annotated[Path, typer.Argument(help="config.json and tensors of a head that another tool wrote")],
+    folder: Annotated[
+        Path,
+        typer.Argument(help="what another tool wrote (config.json, tensors), or user/name on the Hub"),
+    ],
     target: Annotated[str, typer.Option(help="the target that the head drafts for: Hub id, folder, package:NAME")],
     to: Annotated[Path, typer.Option("--out", help="folder to write")],
     settings: Annotated[
@@ -31,10 +34,12 @@ def import_(
     headtrain eval imported --target meta-llama/Llama-3.1-8B-Instruct --prompts data/heldout
     headtrain export imported --engine sglang --target meta-llama/Llama-3.1-8B-Instruct --out for-sglang
     """
+    from ..export.hub import download_export, is_hub_id
     from ..export.importing import import_head, read_source
     from ..target.load import identify_section, load_target
 
     section = TargetSection(path=target)
+    folder = download_export(str(folder)) if is_hub_id(folder) else folder
     source = read_source(folder, read_settings(settings or []))
     weights = None
     if source.needs_weights:

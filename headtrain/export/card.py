@@ -12,7 +12,7 @@ import yaml
 from ..heads.base import DraftHead
 from ..heads.forms import Launch
 from ..metadata import Metadata, RouteAcceptance
-from .engines import NATIVE, Engine, form_of, launch_command
+from .engines import ENGINES, NATIVE, Engine, form_of, launch_command, serves
 
 FILE = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -80,6 +80,7 @@ def card_text(
         "`headtrain check THIS_FOLDER --target TARGET` compares all of it with a target at hand.\n",
         _acceptance(metadata.acceptance),
         _training(metadata),
+        "" if target.adapter else _others(engine, head_class, Launch(place, "DIR", k, tuple(metadata.features.layers))),
         _limits(metadata, engine, [*notes, *form.notes], license),
     ]
     return "\n".join(p for p in parts if p)
@@ -136,6 +137,7 @@ def _training(metadata: Metadata) -> str:
     if training is None:
         return ""
     rows = [
+        ("head settings", ", ".join(f"{k} {v}" for k, v in metadata.head.config.items() if v is not None)),
         ("optimizer steps", str(training.steps)),
         ("supervised tokens seen", str(training.tokens)),
         ("longest row", f"{training.max_length} tokens"),
@@ -145,6 +147,19 @@ def _training(metadata: Metadata) -> str:
         ("versions", ", ".join(f"{k} {v}" for k, v in sorted(training.versions.items())) or "-"),
     ]
     return _table("Training", ("item", "value"), rows)
+
+
+def _others(engine: Engine, head_class: type[DraftHead], at: Launch) -> str:
+    """How the head is started in the engines whose form this folder is not."""
+    others = [e for e in ENGINES.values() if e.name not in (engine.name, NATIVE) and serves(e, head_class)]
+    if not others:
+        return ""
+    lines = [f"# {e.title}: --engine {e.name}\n{launch_command(e, head_class, at)}" for e in others]
+    return (
+        "## Other engines\n\nTheir forms are written from this one (an engine that cannot serve just this head is "
+        "refused): `headtrain import THIS_FOLDER --target TARGET --out head`, `headtrain export head --engine NAME "
+        "--target TARGET --out DIR`, and\n\n```\n" + "\n\n".join(lines) + "\n```\n"
+    )
 
 
 def _limits(metadata: Metadata, engine: Engine, notes: list[str], license: str | None) -> str:

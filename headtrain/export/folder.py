@@ -27,6 +27,10 @@ DTYPE_KEY = "torch_dtype"  # the one key that the export adds to the head's own
 FORBIDDEN = ("quantization_config", "compression_config", "quantization", "auto_map", "_name_or_path")
 
 
+class UnknownForm(ExportError):
+    """A folder of another tool in no form that a head here has."""
+
+
 @dataclass
 class Verified:
     """A folder that passed: its metadata (None for another tool's export), dialect, config, tensors, rebuilt head
@@ -206,4 +210,4 @@ def recognise(config: dict[str, Any], tensors: dict[str, Tensor], where: Path) -
             if not problems:
                 return kind, dialect
             near.append((len(problems), f"nearest is {kind} for {dialect}: " + "; ".join(problems[:5])))
-    raise ExportError(f"{where}: no known form of a head; {min(near)[1]}")
+    raise UnknownForm(f"{where}: no known form of a head; {min(near)[1]}")

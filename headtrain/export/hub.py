@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ PARTS = (
     f"{ADAPTER}/{CONFIG_FILE}", f"{ADAPTER}/{WEIGHTS_FILE}",
 )  # fmt: skip
 ALLOWED = (*PARTS, *DOCUMENTS)
+TARGET_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each new attempt
 TRANSIENT = {408, 429, 500, 502, 503, 504}
@@ -163,6 +165,19 @@ def download_export(repo: str, revision: str | None = None) -> Path:
     return Path(folder)
 
 
+def download_target(repo: str, revision: str | None = None) -> Path | None:
+    """A target's config, tokenizer and safetensors from the Hub, never code; None where it has no safetensors."""
+    hub = _Hub(repo)
+    with hub.speaking():
+        folder = hub.ask(
+            "downloading",
+            lambda api: api.snapshot_download(
+                repo, revision=revision, allow_patterns=list(TARGET_FILES), ignore_patterns=["*/*"]
+            ),
+        )
+    return Path(folder) if any(Path(folder).glob("*.safetensors")) else None
+
+
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(name, p) for p in patterns) and ".." not in Path(name).parts
 
@@ -248,8 +263,11 @@ class _Hub:
 
     @contextmanager
     def speaking(self) -> Iterator[None]:
-        """The client logs its own retries with the addresses that it asked; they pass through ``clean``."""
-        import huggingface_hub.utils.logging  # noqa: F401 (it makes the handlers)
+        """The client logs its own retries with the addresses that it asked; they pass through ``clean``. Progress is
+        drawn on a terminal only: in a log, a bar is a hundred lines."""
+        from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+        hide = not sys.stderr.isatty() and not are_progress_bars_disabled()
 
         def clean(record: logging.LogRecord) -> bool:
             record.msg, record.args = self.clean(record.getMessage()), ()
@@ -258,9 +276,13 @@ class _Hub:
         handlers = list(logging.getLogger("huggingface_hub").handlers)
         for handler in handlers:
             handler.addFilter(clean)
+        if hide:
+            disable_progress_bars()
         try:
             yield
         finally:
+            if hide:
+                enable_progress_bars()
             for handler in handlers:
                 handler.removeFilter(clean)
 

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from ..heads.io import read_tensors
+from ..target.sample import weight_sample
 from ..types import Batch, Row, Wants
 from .engines import ExportError
 
 FILE = "probe.safetensors"
+SAMPLE = "sample/"  # before the names of the target's sampled weights, which lie in the same file
 LENGTH = 32
 TEXT = (
     "The river rises in the mountains, crosses three countries and reaches the sea after 1,233 km. "
@@ -45,7 +47,8 @@ class ProbeResult:
 def make_probe(target, layers: tuple[int, ...] | list[int]) -> dict[str, Tensor]:
     """Run ``target`` (a loaded ``headtrain.target`` Target) over the probe's text.
 
-    Returns ids [n] int64, layer_ids [L] int64, layers [n, L, H] (absent where L is 0), final [n, H], argmax [n].
+    Returns ids [n] int64, layer_ids [L] int64, layers [n, L, H] (absent where L is 0), final [n, H], argmax [n], and
+    a few of its weights under ``sample/`` (``target.sample``).
     """
     ids = target.tokenizer(TEXT, add_special_tokens=False)["input_ids"][:LENGTH]
     if len(ids) < 8:
@@ -55,7 +58,7 @@ def make_probe(target, layers: tuple[int, ...] | list[int]) -> dict[str, Tensor]
     if layers:
         tensors["layer_ids"] = torch.tensor(list(layers))
         tensors["layers"] = found.layers.cpu()
-    return tensors
+    return tensors | {SAMPLE + name: values for name, values in weight_sample(target.model).items()}
 
 
 def _features(target, ids: list[int], layers: tuple[int, ...]):
@@ -74,6 +77,11 @@ def read_probe(folder: Path) -> dict[str, Tensor]:
     if missing:
         raise ExportError(f"{folder / FILE}: missing {sorted(missing)}")
     return tensors
+
+
+def stored_sample(probe: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The trained target's sampled weights; empty in a probe of an earlier version."""
+    return {name.removeprefix(SAMPLE): values for name, values in probe.items() if name.startswith(SAMPLE)}
 
 
 def compare(probe: dict[str, Tensor], target) -> ProbeResult:

@@ -138,11 +138,10 @@ def local_weight_digests(folder: str | Path) -> dict[str, str]:
     return _collect(names, found.layers, digest_by_name)
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
-    """sha256 over vocabulary, merges (or unigram scores) and added tokens."""
+def _tokenizer_state(tokenizer: Any) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # a slow tokenizer: its vocabulary is all that is common to them
-        return digest({"vocab": tokenizer.get_vocab(), "added": sorted(tokenizer.get_added_vocab().items())})
+        return {"vocab": tokenizer.get_vocab(), "added": sorted(tokenizer.get_added_vocab().items())}
     state = json.loads(backend.to_str())
     model = state["model"]
     vocab = model.get("vocab") or {}
@@ -151,7 +150,23 @@ def tokenizer_digest(tokenizer: Any) -> str:
     added = {t["content"]: t["id"] for t in state.get("added_tokens") or ()}
     if isinstance(vocab, dict):
         vocab = {token: number for token, number in vocab.items() if token not in added}
-    return digest({"type": model.get("type"), "vocab": vocab, "merges": merges, "added": added})
+    return {"type": model.get("type"), "vocab": vocab, "merges": merges, "added": added}
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """sha256 over vocabulary, merges (or unigram scores) and added tokens."""
+    return digest(_tokenizer_state(tokenizer))
+
+
+def tokenizer_parts(tokenizer: Any) -> dict[str, str]:
+    """sha256 of each of the three, so that a comparison can say which differs."""
+    state = _tokenizer_state(tokenizer)
+    vocabulary = {"type": state.get("type"), "vocab": state["vocab"]}
+    return {
+        "vocabulary": digest(vocabulary),
+        "merges": digest({"merges": state.get("merges", [])}),
+        "added tokens": digest({"added": state["added"]}),
+    }
 
 
 def template_digest(tokenizer: Any) -> str | None:
@@ -175,6 +190,7 @@ def _identity(config: Any, tokenizer: Any, source: Source, weights: dict[str, st
         quantization=quantization,
         weights=weights,
         tokenizer="" if tokenizer is None else tokenizer_digest(tokenizer),
+        tokenizer_parts={} if tokenizer is None else tokenizer_parts(tokenizer),
         chat_template=template_digest(tokenizer),
     )
 

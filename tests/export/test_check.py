@@ -80,8 +80,10 @@ def test_one_changed_weight_is_a_derivative(exports, tiny_folder, tmp_path):
 def test_another_model_of_the_same_form_differs_everywhere(exports, tmp_path):
     other = tiny.save(tmp_path / "other", seed=3)
     result = check(exports["eagle3"], str(other), probe=False)
-    assert next(r for r in result.rows if r.item == "weights").found == "all differ"
-    assert result.exit_code == 1
+    found = next(r for r in result.rows if r.item == "weights").found
+    assert found.startswith("all differ; cosine of samples: embed ")
+    assert result.exit_code == 1 and result.kind == "other model"
+    assert result.relation == "not the trained target: another model of the same shape"
 
 
 def test_another_tokenizer_is_a_wrong_target(exports, tiny_folder, tmp_path):
