@@ -10,6 +10,7 @@ must be faster by more than NEGLIGIBLE.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,20 +124,39 @@ def advise(
         else:
             usable.append(case)
             out.warnings += [line for line in misfits(case) if line not in out.warnings]
-    routes = list(dict.fromkeys(route for case in usable for route in case.routes))
-    for temperature in sorted({case.settings["temperature"] for case in usable}):
+    out.warnings += twice(usable)
+    routes = list(dict.fromkeys(route for case in cases for route in case.routes))
+    for temperature in sorted({case.settings["temperature"] for case in cases}):
+        measured = [case for case in cases if case.settings["temperature"] == temperature]
         group = [case for case in usable if case.settings["temperature"] == temperature]
-        for route in [*routes, *([ALL] if len(routes) > 1 else [])]:
+        for route in [*routes, *([] if len(routes) == 1 else [ALL])]:
             found = [c for case in group for c in candidates(case, route, _lengths(case, group, book), book)]
             if found:
                 out.routes.append(_route(route, temperature, found, book, group, engines, out))
+            elif route == ALL or any(route in case.routes for case in measured):
+                reason = _nothing_left(route, group, book)
+                out.routes.append(RouteAdvice(route, temperature, None, None, [reason], [], [], []))
     out.assumptions += _assumptions(usable, book)
     return out
 
 
+def _nothing_left(route: str, group: Sequence[Evaluation], book: CostBook) -> str:
+    """Why no way of drafting is left to choose from."""
+    if not group:
+        return "every way of drafting that was measured is refused, for the reasons given with each"
+    if not any(r.rounds for case in group for r in case.results if route in (r.route, ALL)):
+        return "nothing was decoded past the first token with a way of drafting that is not refused"
+    return f"verification costs are known to {book.reach} tokens, and every draft that was measured needs more"
+
+
 def parted(case: Evaluation) -> str:
-    """Why a case is not to be recommended: greedy texts that were not the target's own; empty where they were, up to
-    ties that rounding decided."""
+    """Why a case is not to be recommended: acceptance that is not lossless, and greedy texts that were not the
+    target's own; empty where they were, up to ties that rounding decided."""
+    if not case.lossless:
+        return (
+            f"{_title(case)}: {case.settings['acceptance']} acceptance, whose text is not distributed as the target's: "
+            "left out, since only lossless decoding is recommended"
+        )
     bound = TIES.get(case.target.get("dtype", "float32"), TIES["float32"])
     faults = [r for r in case.differences if r.difference.gap > bound]
     if not faults or case.settings["temperature"] > 0:
@@ -147,6 +167,16 @@ def parted(case: Evaluation) -> str:
         f"token {first.difference.position}, the best two logits {first.difference.gap:.2g} apart): this decoding is "
         "not lossless, so it is not recommended"
     )
+
+
+def twice(cases: Sequence[Evaluation]) -> list[str]:
+    """Cases that nothing in the record tells apart: one measured again, or two drafters of an older record."""
+    counts = Counter((drafter_key(c), c.settings["k"], c.settings["temperature"], c.timed, _title(c)) for c in cases)
+    return [
+        f"{title}: measured {n} times, or {n} drafters that the record cannot tell apart; evaluate again to be sure"
+        for (*_, title), n in counts.items()
+        if n > 1
+    ]
 
 
 def misfits(case: Evaluation) -> list[str]:
@@ -252,13 +282,17 @@ def _route(
     out: Advice,
 ) -> RouteAdvice:
     ways = {c.key: _ships(c, engines) for c in found}
-    chosen, reasons = choose([c for c in found if ways[c.key]])
-    wished, _ = choose(found)
+    allowed = [c for c in found if not c.barred]
+    chosen, reasons = choose([c for c in allowed if ways[c.key]])
+    wished, _ = choose(allowed)
+    reasons += _barred(found)
     if wished is not None and not ways[wished.key]:
         among = "of yours" if engines else "that is known"
         reasons.append(f"{_gain(wished)} is left out: no engine {among} ships {wished.mode} drafting of this kind")
         line = f"{route}: {wished.name} is promised for no engine; only headtrain's own decoding has it"
         out.refused.append(line)
+    if not reasons:
+        reasons.append(f"no engine {'of yours' if engines else 'that is known'} ships a way of drafting measured here")
     warnings, off = [], None
     if chosen is not None:
         if chosen.prompts < FEW_PROMPTS or chosen.rounds < FEW_ROUNDS:
@@ -277,6 +311,11 @@ def _route(
     return RouteAdvice(route, temperature, chosen, off, reasons, warnings, shipped, ordered)
 
 
+def _barred(found: Sequence[Candidate]) -> list[str]:
+    """One line for each reason to bar candidates; a clock's reason names the one that it was timed for."""
+    return list(dict.fromkeys(f"{c.name}: {c.barred}" if c.timed else c.barred for c in found if c.barred))
+
+
 def _when_off(chosen: Candidate, book: CostBook, group: Sequence[Evaluation], reasons: list[str]) -> int | None:
     reasons.append(
         f"switch it off where a target forward of {chosen.nodes + 1} tokens costs more than {chosen.break_even:.2f} "
@@ -285,9 +324,10 @@ def _when_off(chosen: Candidate, book: CostBook, group: Sequence[Evaluation], re
     if book.setup is None:
         return None
     setup = book.serving(next(case for case in group if drafter_key(case) == chosen.key))
-    fits = setup.largest_in_memory(chosen.plan)
-    off = setup.stops_paying_at(chosen.plan, min(fits, LARGEST_BATCH) or LARGEST_BATCH)
-    where = f"from a batch of {off} on" if off else f"at no batch that fits into memory ({fits})"
+    fits = setup.largest_in_memory(chosen.plan)  # one at least, or it were barred
+    off = setup.stops_paying_at(chosen.plan, min(fits, LARGEST_BATCH))
+    largest = f"the {fits} that fit into memory" if fits <= LARGEST_BATCH else f"{LARGEST_BATCH}, the largest searched"
+    where = f"from a batch of {off} on" if off else f"at no batch up to {largest}"
     reasons.append(f"by the roofline of {setup.device.name} with a context of {setup.context:,}, that is {where}")
     return off
 
@@ -318,7 +358,7 @@ def _lengths(case: Evaluation, group: Sequence[Evaluation], book: CostBook) -> l
 
 
 def _assumptions(cases: Sequence[Evaluation], book: CostBook) -> list[str]:
-    lines = []
+    lines = list(book.setup.target.notes) if book.setup else []
     if any(c.timed for c in cases) and not book.replaces_times:
         lines.append("speeds marked timed: both decodings on this machine, one sequence at a time")
     for case in cases:

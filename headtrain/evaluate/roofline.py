@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..types import TargetShape
 from .speedup import VerifyCost, alphas_to, require, tokens_per_round
 
 LARGEST_BATCH = 4096
+# Bounds of what a user may give: wide of every machine, and far from where floats overflow or vanish
+TINY, HUGE, MOST_PARAMETERS, MOST_BYTES = 1e-6, 1e9, 1e15, 16
+LARGEST_NODES = 2**20
 USABLE = 0.9  # of the memory, for weights and KV cache; the rest is activations and the engine's own
 
 
@@ -32,13 +35,13 @@ class Device:
 
     def __post_init__(self) -> None:
         for name in ("tflops", "gbps", "memory_gb", "efficiency"):
-            require(getattr(self, name), f"device {self.name}: {name}", above=True)
+            require(getattr(self, name), f"device {self.name}: {name}", TINY, high=HUGE)
         if self.efficiency > 1:
             raise ValueError(f"efficiency {self.efficiency}: expected a share of the peak, above 0 and at most 1")
 
     def times(self, count: int) -> Device:
         """``count`` of them as one, communication left out (ideal tensor parallelism)."""
-        require(count, "GPUs of one replica", 1)
+        require(count, "GPUs of one replica", 1, high=HUGE)
         if count == 1:
             return self
         sizes = (self.tflops * count, self.gbps * count, self.memory_gb * count)
@@ -71,9 +74,33 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Cache:
+    """What a model keeps of each position. values: of one layer and position (keys and values of all KV heads; for
+    latent attention the latent and the rotary key, DeepSeek-V2, arXiv 2405.04434, section 2.1). full, windowed: layers
+    that keep every position, and those that keep the last ``window``; layers with a recurrent state are neither.
+    width: multiplications of one query head with one position."""
+
+    values: int
+    full: int
+    width: int
+    windowed: int = 0
+    window: int = 0
+
+    def positions(self, context: int, new: int = 0) -> int:
+        """Positions of all layers together, with ``new`` tokens that are not settled yet."""
+        return self.full * (context + new) + self.windowed * (min(context, self.window) + new)
+
+    def smaller(self, share: float) -> Cache:
+        """Of a model with ``share`` of the layers, one at least."""
+        windowed = round(self.windowed * share)
+        return replace(self, full=max(0 if windowed else 1, round(self.full * share)), windowed=windowed)
+
+
+@dataclass(frozen=True)
 class Model:
     """Sizes of a target or a drafter. parameters: all, as they lie in memory; lookup: of these, the rows of an input
-    embedding of its own, which a step does not read (0 where lm_head shares them)."""
+    embedding of its own, which a step does not read (0 where lm_head shares them). cache None: keys and values of every
+    layer and position. notes: what was assumed about it, for people."""
 
     parameters: int
     layers: int
@@ -84,10 +111,14 @@ class Model:
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
     experts: Experts | None = None
+    cache: Cache | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "weight_bytes", "kv_bytes"):
-            require(getattr(self, name), name, above=True)
+        require(self.parameters, "parameters", 1, high=MOST_PARAMETERS)
+        require(self.layers, "layers", high=HUGE)
+        for name in ("weight_bytes", "kv_bytes"):
+            require(getattr(self, name), name, TINY, high=MOST_BYTES)
         routed = self.experts.parameters if self.experts else 0
         if self.parameters <= self.lookup + routed:
             raise ValueError(
@@ -110,9 +141,17 @@ class Model:
         return self.parameters * self.weight_bytes
 
     @property
+    def kept(self) -> Cache:
+        return self.cache or Cache(2 * self.kv_heads * self.head_dim, self.layers, 2 * self.head_dim)
+
+    @property
     def kv_per_token(self) -> float:
-        """Bytes of the KV cache of one position: keys and values of every layer."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+        """Bytes of the KV cache of one position, in every layer that keeps it."""
+        return (self.kept.full + self.kept.windowed) * self.kept.values * self.kv_bytes
+
+    def kv_of(self, context: int, new: int = 0) -> float:
+        """Bytes of the KV cache of one sequence (see ``Cache.positions``)."""
+        return self.kept.positions(context, new) * self.kept.values * self.kv_bytes
 
     @property
     def active(self) -> float:
@@ -139,8 +178,9 @@ def dense_parameters(shape: TargetShape) -> int:
 def step_seconds(model: Model, device: Device, batch: int, tokens: int, context: int) -> float:
     """One forward of ``tokens`` tokens for each of ``batch`` sequences that hold ``context`` positions each."""
     total = batch * tokens
-    moved = model.bytes_read(total) + batch * (context + tokens) * model.kv_per_token
-    attention = 4 * model.layers * model.heads * model.head_dim * context  # q @ k and weights @ v, 2 flops each
+    moved = model.bytes_read(total) + batch * model.kv_of(context, tokens)
+    # q @ k and weights @ v, 2 flops for each multiplication
+    attention = 2 * model.heads * model.kept.width * model.kept.positions(context)
     flops = total * (2 * model.active + attention)
     return max(moved / (device.gbps * 1e9), flops / (device.tflops * 1e12)) / device.efficiency
 
@@ -179,7 +219,7 @@ class Plan:
     def tree(cls, tau: float, nodes: int, depth: int) -> Plan:
         require(tau, "tau", 1)
         require(depth, "tree depth", 1)
-        require(nodes, "tree nodes", depth)
+        require(nodes, "tree nodes", depth, high=LARGEST_NODES)
         if tau > depth + 1:
             raise ValueError(f"tau {tau:g}: a tree {depth} deep commits at most {depth + 1} tokens a round")
         return cls(depth, tau, nodes)
@@ -203,7 +243,7 @@ class Setup:
     usable: float = USABLE
 
     def __post_init__(self) -> None:
-        require(self.context, "context", 1)
+        require(self.context, "context", 1, high=HUGE)
         if not 0 < self.usable <= 1:
             raise ValueError(f"usable memory {self.usable}: expected a share, above 0 and at most 1")
 
@@ -214,7 +254,7 @@ class Setup:
         return self.draft.seconds(self.device, batch, plan.k, self.context, plan.nodes) if plan.k else 0.0
 
     def round_seconds(self, plan: Plan, batch: int) -> float:
-        require(batch, "batch", 1)
+        require(batch, "batch", 1, high=HUGE)
         return self.verify_seconds(plan, batch) + self.draft_seconds(plan, batch)
 
     def token_seconds(self, plan: Plan, batch: int) -> float:
@@ -246,8 +286,8 @@ class Setup:
     def sequence_bytes(self, plan: Plan) -> float:
         """KV cache of one sequence. Accepted tokens append as many positions as plain decoding would: speculation does
         not shrink it. A round adds its nodes, until it is verified; a drafter with attention keeps its own cache."""
-        own = self.draft.model.kv_per_token if plan.k and self.draft.model else 0
-        return (self.context + plan.nodes) * (self.target.kv_per_token + own)
+        own = self.draft.model.kv_of(self.context, plan.nodes) if plan.k and self.draft.model else 0
+        return self.target.kv_of(self.context, plan.nodes) + own
 
     def memory_bytes(self, plan: Plan, batch: int) -> float:
         return self.fixed_bytes(plan) + batch * self.sequence_bytes(plan)
@@ -275,11 +315,11 @@ class Load:
     tokens_per_second: float | None = None
 
     def __post_init__(self) -> None:
-        require(self.slo, "SLO", above=True)
+        require(self.slo, "SLO", TINY, high=HUGE)
         given = [v for v in (self.users, self.tokens_per_second) if v is not None]
         if len(given) != 1:
             raise ValueError("load: give either concurrent users, or requests a second and their output tokens")
-        require(given[0], "load", above=True)
+        require(given[0], "load", above=True, high=HUGE)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,18 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LARGEST_K = 4096
+LARGEST_COST = 1e6  # plain steps: beyond it a value is a slip of the keyboard, and far beyond floats overflow
 
-def require(value: float, name: str, low: float = 0.0, above: bool = False) -> float:
-    """``value`` if it is finite and at least ``low`` (``above``: larger than it). Raises ValueError with the name."""
-    if not math.isfinite(value) or value < low or (above and value == low):
-        raise ValueError(f"{name} {value!r}: expected a finite number {'above' if above else 'of at least'} {low:g}")
+
+def require(value: float, name: str, low: float = 0.0, above: bool = False, high: float = math.inf) -> float:
+    """``value`` if it is finite, at least ``low`` (``above``: larger than it) and at most ``high``. Raises ValueError
+    with the name."""
+    if not math.isfinite(value) or value < low or value > high or (above and value == low):
+        most = "" if high == math.inf else f" and at most {high:g}"
+        raise ValueError(
+            f"{name} {value!r}: expected a finite number {'above' if above else 'of at least'} {low:g}{most}"
+        )
     return value
 
 
@@ -47,7 +54,7 @@ def alphas_to(alphas: Sequence[float], k: int, hold_last: bool = False) -> list[
     """The first k alphas. Beyond the measured depths raises ValueError, or with ``hold_last`` repeats the deepest one
     (usually too hopeful: acceptance falls with depth)."""
     _check_alphas(alphas)
-    require(k, "k", 1)
+    require(k, "k", 1, high=LARGEST_K)
     if k > len(alphas) and not hold_last:
         raise ValueError(
             f"k {k}, but acceptance was measured to depth {len(alphas)}: draft at most {len(alphas)}, measure deeper, "
@@ -59,7 +66,7 @@ def alphas_to(alphas: Sequence[float], k: int, hold_last: bool = False) -> list[
 @dataclass(frozen=True)
 class VerifyCost:
     """verify(n) as measured: (n, T_target(n) / T_target(1)) for some n; straight lines in between. Nothing measured:
-    a forward of any n costs one plain step."""
+    a forward of any n costs one plain step. Raises ValueError for less than that, which no forward costs."""
 
     measured: tuple[tuple[int, float], ...] = ()
 
@@ -69,7 +76,9 @@ class VerifyCost:
             raise ValueError(f"verify cost {self.measured}: a number of tokens is given twice")
         for n, ratio in self.measured:
             require(n, "verify cost: tokens", 1)
-            require(ratio, f"verify cost of {n} tokens", above=True)
+            require(ratio, f"verify cost of {n} tokens", 1, high=LARGEST_COST)
+            if n == 1 and ratio != 1:
+                raise ValueError(f"verify cost of 1 token {ratio!r}: it is the unit, T(1) / T(1), so 1; leave it out")
         if self.measured:
             points.setdefault(1, 1.0)
             object.__setattr__(self, "measured", tuple(sorted(points.items())))
@@ -88,10 +97,10 @@ class VerifyCost:
         """Raises ValueError beyond the largest n that was measured."""
         if not self.measured:
             return 1.0
-        sizes = [size for size, _ in self.measured]
-        if n > sizes[-1]:
-            raise ValueError(f"the verify cost was measured to {sizes[-1]} tokens, {n} are needed: measure further")
-        i = bisect_left(sizes, n)
+        largest = self.measured[-1][0]
+        if n > largest:
+            raise ValueError(f"the verify cost was measured to {largest} tokens, {n} are needed: measure further")
+        i = bisect_left(self.measured, n, key=lambda point: point[0])
         (n1, r1) = self.measured[i]
         if n1 == n:
             return r1
@@ -114,22 +123,36 @@ class ChainPoint:
 
 
 def chain_point(alphas: Sequence[float], k: int, c: float, verify: VerifyCost = FLAT, hold_last: bool = False):
-    """The ChainPoint of k drafted tokens. Raises ValueError for alphas outside 0..1, k < 1, c < 0, and beyond what was
-    measured (see ``alphas_to``, ``VerifyCost.at``)."""
-    require(c, "cost ratio")
-    tau = tokens_per_round(alphas_to(alphas, k, hold_last))
-    cost = k * c + verify.at(k + 1)
-    return ChainPoint(k, tau, cost, tau / cost, k > len(alphas))
+    """The ChainPoint of k drafted tokens (see ``curve``)."""
+    return curve(alphas, c, verify, k, hold_last)[-1]
 
 
 def curve(
-    alphas: Sequence[float], c: float, verify: VerifyCost = FLAT, k_max: int | None = None, hold_last: bool = False
+    alphas: Sequence[float],
+    c: float,
+    verify: VerifyCost = FLAT,
+    k_max: int | None = None,
+    hold_last: bool = False,
+    taus: Sequence[float] = (),
+    parallel: bool = False,
 ) -> list[ChainPoint]:
-    """k = 1 .. k_max (None: the measured depths)."""
+    """k = 1 .. k_max (None: the measured depths).
+
+    taus: tokens a round as measured with k = 1, 2, ..., instead of those that follow from the alphas (an accepted end
+    of text ends a round without a token of the target's own). parallel: one draft step says all k tokens. Raises
+    ValueError for alphas outside 0..1, k < 1 or above LARGEST_K, c < 0, and beyond what was measured (see
+    ``alphas_to``, ``VerifyCost.at``).
+    """
     _check_alphas(alphas)
-    last = len(alphas) if k_max is None else k_max
-    alphas_to(alphas, last, hold_last)  # names the deepest k that was asked for
-    return [chain_point(alphas, k, c, verify, hold_last) for k in range(1, last + 1)]
+    require(c, "cost ratio", high=LARGEST_COST)
+    wanted = alphas_to(alphas, len(alphas) if k_max is None else k_max, hold_last)
+    points, tau, product = [], 1.0, 1.0
+    for k, alpha in enumerate(wanted, 1):
+        product *= alpha
+        tau = taus[k - 1] if k <= len(taus) else tau + product
+        cost = (1 if parallel else k) * c + verify.at(k + 1)
+        points.append(ChainPoint(k, tau, cost, tau / cost, k > len(alphas)))
+    return points
 
 
 def best(points: Sequence[ChainPoint]) -> ChainPoint | None:

@@ -11,9 +11,9 @@ import torch
 
 from headtrain.decode.generate import Round
 from headtrain.evaluate.advise import advise
-from headtrain.evaluate.candidates import measured_costs
+from headtrain.evaluate.candidates import drafter_key, measured_costs
 from headtrain.evaluate.results import RESAMPLES, Difference, Evaluation, PromptResult, Side
-from headtrain.evaluate.roofline import Device, Draft, Model, Setup
+from headtrain.evaluate.roofline import PLAIN, Cache, Device, Draft, Model, Setup
 from headtrain.evaluate.speedup import VerifyCost, chain_point
 from headtrain.export.engines import MODES, shipping
 from headtrain.heads.catalog import HEADS
@@ -231,7 +231,7 @@ def test_no_speculation_where_it_is_slower_or_cannot_be_told_from_no_gain():
 
 
 def test_a_sure_gain_is_preferred_to_a_larger_one_that_may_be_none():
-    wild = case(NGRAM, (0.6,), c=0.0, prompts=4, rounds=2)
+    wild = case(NGRAM, (0.6,) * 8, c=0.0, prompts=4, rounds=2)
     for n, r in enumerate(wild.results):  # one prompt that copies everything, three that lose
         rounds = [Round(8, 8, 9)] * 9 if n == 0 else [Round(8, 0, 1)] * 9
         tokens = 1 + sum(x.committed for x in rounds)
@@ -252,13 +252,98 @@ def test_each_route_and_temperature_has_its_own_advice_and_all_of_them_together(
     assert advice.routes[0].chosen is not None and advice.routes[1].chosen is None
 
 
+def test_a_gain_that_only_the_clock_shows_is_not_claimed_and_not_recommended():
+    """A round costs a plain step at least, so that tau bounds the speed-up."""
+    useless = case(NGRAM, (0.0,) * 5, c=0.0, verify=0.8)
+    got = only(advise([useless]))
+    (candidate,) = got.fastest_first
+    assert got.chosen is None and "the clock disagrees" in " ".join(got.reasons) and "1.25x" in got.reasons[0]
+    assert (candidate.speedup, candidate.low, candidate.high) == (1, 1, 1)
+    # some acceptance, so that the bounded interval lies above 1: still no gain to rely on
+    slight = case(NGRAM, (0.5,), c=0.0, verify=0.8)
+    got = only(advise([slight]))
+    (candidate,) = got.fastest_first
+    tau = slight.summary("code").tau
+    assert candidate.low > 1 and candidate.speedup == pytest.approx(tau) and candidate.high < 1.6
+    assert got.chosen is None and f"more than its {tau:.2f} tokens a round" in got.reasons[0]
+    # drafting alone eats what is accepted
+    eaten = case(alphas=(0.3,), c=0.35, verify=0.8)
+    assert only(advise([eaten])).fastest_first[0].speedup > 1
+    assert only(advise([eaten])).chosen is None and "do not pay for drafting" in only(advise([eaten])).reasons[0]
+    # within the clock's noise the claim is cut, and another drafter is not touched
+    close = case(NGRAM, (0.5,), c=0.0, verify=0.99)
+    assert only(advise([close])).chosen.speedup == pytest.approx(close.summary("code").tau)
+    assert only(advise([useless, case(c=0.1)])).chosen.label == "the head"
+
+
+def test_a_verification_timed_below_a_plain_step_serves_replays_as_one():
+    timed, replay = case(c=0.1, verify=0.8), case(mode="replay", seed=9)
+    assert measured_costs([timed])[1].at(6) == 1
+    alphas = [a / o for a, o in replay.summary("code").alpha]
+    got = {c.k: c for c in only(advise([timed, replay])).fastest_first}
+    assert got[3].speedup == pytest.approx(chain_point(alphas, 3, 0.1).speedup)
+
+
+def test_drafters_of_one_kind_are_told_apart():
+    """By their weights or their label: neither's chains stand in for the other's."""
+    first, second = {**HEAD, "weights": "a" * 64}, {**HEAD, "weights": "b" * 64, "label": "the other head"}
+    cases = [case(first, mode="replay", k=5), case(second, mode="replay", k=2, alphas=(0.9, 0.9), seed=2)]
+    found = only(advise(cases, cost_ratio=0.1)).fastest_first
+    assert sorted((c.label, c.k) for c in found) == [
+        *(("the head", k) for k in (1, 2, 3, 4, 5)),
+        *(("the other head", k) for k in (1, 2)),
+    ]
+    one = {**HEAD, "weights": "b" * 64}
+    assert len({drafter_key(case(d)) for d in (first, one, {**first, "label": "x"})}) == 3
+    # a record that cannot tell is said to be one
+    assert "cannot tell apart" in advise([case(), case(seed=2)]).warnings[0]
+    assert advise([case(first), case(one, seed=2)]).warnings == []
+
+
+def test_a_head_that_says_all_depths_at_once_is_charged_once():
+    kind = {**HEAD, "kind": "medusa", "parallel": True}
+    made = case(kind, mode="replay", rounds=100)
+    alphas = [a / o for a, o in made.summary("code").alpha]
+    for k, c in {c.k: c for c in only(advise([made])).fastest_first}.items():  # the ratio of the parameters, 0.1
+        tau = chain_point(alphas, k, 0).tau
+        assert (c.draft_cost, c.speedup) == pytest.approx((0.1, tau / 1.1))
+    timed = case(kind, c=0.04)  # 0.2 plain steps a round
+    assert list(measured_costs([timed])[0].values()) == pytest.approx([0.2])
+    tree = case(kind, tree="tree of 20", nodes=20, k=5)
+    (c,) = only(advise([tree], cost_ratio=0.1, verify_cost=VerifyCost(((21, 2.0),)))).fastest_first
+    assert c.speedup == pytest.approx(tree.summary("code").tau / (0.1 + 2.0))
+    on_device = only(advise([case({**REAL, "kind": "medusa", "parallel": True})], setup=SETUP)).fastest_first[0]
+    with_head = Setup(SETUP.target, SETUP.device, Draft(Model(50_000_000, 1, 8, 2, 50), parallel=True), 200)
+    assert on_device.speedup == pytest.approx(with_head.speedup(on_device.plan, 1))
+
+
 # -- what is refused or warned of --------------------------------------------------------------------------------
+
+
+def test_typical_acceptance_is_left_out_and_kept_apart():
+    loose = case(c=0.0, seed=2, alphas=(0.95,) * 5)
+    loose.settings["acceptance"] = "typical"
+    advice = advise([case(c=0.05), loose])
+    assert [c.tau for c in only(advice).fastest_first] == pytest.approx([case().summary("code").tau])
+    assert "typical acceptance" in advice.refused[0] and "left out" in advice.refused[0]
+    assert drafter_key(loose) != drafter_key(case())
+    alone = only(advise([loose]))
+    assert alone.chosen is None and not alone.engines and "is refused" in alone.reasons[0]
+
+
+def test_there_is_always_a_row_and_a_reason():
+    costs = VerifyCost(((2, 1.2),))
+    timed = only(advise([case(tree="tree of 20", nodes=20)], verify_cost=costs, cost_ratio=0.1))
+    assert timed.chosen is None and "known to 2 tokens" in timed.reasons[0]
+    slow = only(advise([case({**HEAD, "kind": "homemade"}, alphas=(0.1,), c=0.9)]))
+    assert slow.chosen is None and "no engine that is known ships" in slow.reasons[0]
 
 
 def test_texts_that_were_not_the_targets_own_are_refused_unless_rounding_decided():
     fault = case(differences=[Difference(3, 1, 2, 0.4)])
     advice = advise([fault])
-    assert not advice.routes and "not lossless" in advice.refused[0] and "code-0 at token 3" in advice.refused[0]
+    assert "not lossless" in advice.refused[0] and "code-0 at token 3" in advice.refused[0]
+    assert only(advice).chosen is None and "is refused" in only(advice).reasons[0]
     tie = advise([case(differences=[Difference(3, 1, 2, 1e-6)])])
     assert only(tie).chosen and "rounding" in tie.warnings[0]
     warm = case(temperature=1.0)
@@ -345,6 +430,36 @@ def test_a_large_batch_switches_speculation_off():
     assert speeds == sorted(speeds, reverse=True)
 
 
+def test_what_does_not_fit_into_memory_is_not_recommended():
+    big = Model(70_000_000_000, layers=80, heads=64, kv_heads=8, head_dim=128)
+    card = Device("a card", tflops=165, gbps=1008, memory_gb=24)
+    got = only(advise([case(REAL)], setup=Setup(big, card)))
+    assert got.chosen is None and got.off_from_batch is None
+    assert "does not fit into the 21.6 GB of a card" in got.reasons[0] and "at most 0 fit" in got.reasons[0]
+    fits = SETUP.largest_in_memory(PLAIN)
+    crowd = only(advise([case(REAL)], concurrency=fits + 1, setup=SETUP))
+    assert crowd.chosen is None and f"with or without speculation: at most {fits} fit" in crowd.reasons[0]
+    tight = only(advise([case(REAL)], concurrency=fits, setup=SETUP))
+    assert tight.chosen is None and f"{fits} without it" in tight.reasons[0]
+
+
+def test_a_gain_at_every_batch_that_fits_is_said_with_their_number():
+    roomy = Setup(SETUP.target, Device("small", tflops=10_000, gbps=1000, memory_gb=3), context=20_000)
+    got = only(advise([case(REAL)], setup=roomy))
+    assert got.chosen and got.off_from_batch is None
+    with_head = Setup(roomy.target, roomy.device, Draft(Model(50_000_000, 1, 8, 2, 50)), 20_000)
+    fits = with_head.largest_in_memory(got.chosen.plan)
+    assert 0 < fits < 20 and f"at no batch up to the {fits} that fit into memory" in got.reasons[-1]
+
+
+def test_a_draft_models_cache_is_of_the_targets_kind():
+    latent = Model(1_000_000_000, 20, 8, 8, 50, cache=Cache(576, 20, 1088))
+    made = case({**SMALL, "parameters": 100_000_000})
+    got = only(advise([made], setup=Setup(latent, SETUP.device, context=200))).fastest_first[0]
+    own = Model(100_000_000, 2, 8, 8, 50, cache=Cache(576, 2, 1088))
+    assert got.speedup == pytest.approx(Setup(latent, SETUP.device, Draft(own), 200).speedup(got.plan, 1))
+
+
 def test_a_concurrency_needs_costs():
     with pytest.raises(ValueError, match="concurrency 8: what a verification costs there must be known"):
         advise([case()], concurrency=8)
@@ -376,4 +491,5 @@ def test_bad_input():
         advise([case({**HEAD, "family": "other"})])
     empty = case()
     empty.results = []
-    assert advise([empty]).routes == []
+    nothing = only(advise([empty]))
+    assert nothing.chosen is None and "nothing was decoded past the first token" in nothing.reasons[0]
