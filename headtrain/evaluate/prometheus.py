@@ -38,6 +38,8 @@ COUNTERS = {
 SGLANG_GAUGES = {"length": "sglang:spec_accept_length", "rate": "sglang:spec_accept_rate"}
 SGLANG_PLANNED = "sglang:spec_num_draft_tokens"  # a gauge; 0 without speculation
 START = "process_start_time_seconds"
+LARGEST = 2.0**53  # a float above it no longer counts by ones
+DEEPEST = 1000  # drafted tokens a round; a larger position is none
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,10 @@ def acceptance(before: Snapshot | str, after: Snapshot | str, sent: Sent) -> Acc
     if what := restarted(before, after):
         return Acceptance("unknown", engine, notes=[f"the server restarted during this load: {what}"])
     grown = {role: _growth(before, after, family) for role, family in COUNTERS[engine].items()}
+    for series in grown.values():
+        for key, value in (series or {}).items():
+            if not 0 <= value < LARGEST:  # so that NaN, too, is refused
+                return Acceptance("unknown", engine, notes=[f"{_show(key)} grew by {value:g}, which is no count"])
     foreign = _foreign(grown, sent)
     return (_vllm if engine == "vllm" else _sglang)(grown, after, sent, foreign)
 
@@ -183,13 +189,10 @@ def _vllm(grown: dict[str, Growth], after: Snapshot, sent: Sent, foreign: str | 
     drafts, drafted, accepted = (_sum(grown[role]) for role in ("drafts", "drafted", "accepted"))
     if not drafts:
         return Acceptance("measured", "vllm", notes=[*notes, "speculation is on, but nothing was drafted"])
-    by_position: dict[int, float] = {}
-    for (_, labels), value in (grown["positions"] or {}).items():
-        position = int(dict(labels)["position"])
-        by_position[position] = by_position.get(position, 0.0) + value
-    reached = [drafts, *[round(by_position.get(j, 0)) for j in range(max(by_position, default=-1) + 1)]]
-    alpha = [(now, offered) for offered, now in zip(reached, reached[1:], strict=False)]
-    if drafted != drafts * len(alpha):
+    alpha = _alpha(drafts, grown["positions"])
+    if not alpha:
+        notes.append("alpha unknown: the server does not count accepted tokens by positions 0, 1, ...")
+    elif drafted != drafts * len(alpha):
         notes.append(
             f"some drafts were shorter than {len(alpha)} tokens ({drafted} tokens in {drafts} drafts) and the server "
             "does not say which: alpha past depth 1 is a lower bound"
@@ -210,11 +213,23 @@ def _vllm(grown: dict[str, Growth], after: Snapshot, sent: Sent, foreign: str | 
     )
 
 
+def _alpha(drafts: int, grown: Growth) -> list[tuple[int, int]]:
+    """Empty where the positions are missing or no numbers."""
+    by_position: dict[int, float] = {}
+    for (_, labels), value in (grown or {}).items():
+        label = dict(labels).get("position", "")
+        if not re.fullmatch("[0-9]{1,9}", label) or int(label) >= DEEPEST:
+            return []
+        by_position[int(label)] = by_position.get(int(label), 0.0) + value
+    reached = [drafts, *[round(by_position.get(j, 0)) for j in range(max(by_position, default=-1) + 1)]]
+    return [(now, offered) for offered, now in zip(reached, reached[1:], strict=False)]
+
+
 def _sglang(grown: dict[str, Growth], after: Snapshot, sent: Sent, foreign: str | None) -> Acceptance:
     notes = [foreign] if foreign else []
     gauge = {}
     for role, family in SGLANG_GAUGES.items():
-        values = [value for value in after.series(family).values() if value > 0]  # an idle rank shows 0
+        values = [value for value in after.series(family).values() if 0 < value < math.inf]  # an idle rank shows 0
         if values:
             gauge[role] = sum(values) / len(values)
     if gauge:

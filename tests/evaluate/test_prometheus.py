@@ -141,3 +141,27 @@ def test_sglang():
     assert acceptance(sglang(), sglang(2, 22, length=(0.0,), planned=0), Sent(2, 2, 22)).state == "off"
     quiet = acceptance(sglang(), sglang(2, 22), Sent(2, 2, 22))
     assert quiet.state == "unknown" and "too little traffic" in quiet.notes[0]
+
+
+def test_positions_that_are_none_leave_alpha_unknown():
+    """Without the label, or with one that is no position: tau stays."""
+    family = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    for labels in ("", '{position="x"}', '{position="-1"}', '{position="1.0"}', '{position="999999999"}', '{p="0"}'):
+        pages = [vllm(n, 5 * n, 2 * n, 4 * n, 2 * n, extra=f"{family}{labels} {2 * n}") for n in (1, 2)]
+        a = acceptance(read(pages[0]), read(pages[1]), Sent(1, 1, 5))
+        assert (a.state, a.tau, a.alpha) == ("measured", 2.0, []) and len(a.notes) == 1, labels
+        assert "alpha unknown" in a.notes[0]
+
+
+@pytest.mark.parametrize("family", ["request_success", "generation_tokens", "spec_decode_num_drafts"])
+@pytest.mark.parametrize("values", [(1, "NaN"), ("NaN", 1), (1, "+Inf"), ("+Inf", "+Inf"), ("-Inf", 3), (0, "1e300")])
+def test_a_counter_that_is_no_count_makes_acceptance_unknown(family, values):
+    lines = [f'vllm:{family}_total{{engine="7"}} {value}' for value in values]
+    before, after = (read(vllm(n, 5, 2, 4, 2, (2, 0), extra=line)) for n, line in zip((1, 2), lines, strict=True))
+    a = acceptance(before, after, Sent(1, 1, 5))
+    assert a.state == "unknown" and "no count" in a.notes[0] and f'{family}{{engine="7"}}' in a.notes[0]
+
+
+def test_a_gauge_that_is_no_number_is_left_out():
+    a = acceptance(sglang(1, 5), sglang(3, 27, length=("NaN", "+Inf", 2.0)), Sent(2, 2, 22))
+    assert a.gauge == {"length": 2.0}
