@@ -9,12 +9,12 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from ..evaluate.client import ServerError
+from ..evaluate.client import ServerError, printable
 from ..evaluate.goodput import ALL, ServerRun, Slo, compare, differences, summaries
 from ..evaluate.prometheus import Acceptance
 from ..evaluate.server import Load, load_chats, measure
-from ..metadata import write_json
 
 
 def run_server(
@@ -31,7 +31,7 @@ def run_server(
     baseline: str | None = None,
     quiet: bool = False,
 ) -> ServerRun:
-    """Measure, write ``folder/server.json``, print the tables.
+    """Measure, write ``folder/server.json`` after every level, print the tables.
 
     prompts: files or folders. api_key_env: the name of the environment variable that holds the key. baseline: an
     earlier server.json, or the address of a second server, which is measured first and stored as baseline.json; it
@@ -48,13 +48,11 @@ def run_server(
     folder.mkdir(parents=True, exist_ok=True)
 
     def measured(address: str, name: str) -> ServerRun:
-        run = measure(address, chats, load, model=model, key=key, quiet=quiet)
-        write_json(folder / name, run.to_dict())
-        console.print(title(run), markup=False)
+        run = measure(address, chats, load, model=model, key=key, file=folder / name, quiet=quiet)
+        console.print(plain(title(run)))
         console.print(table(run, slo))
-        for line in remarks(run):
-            console.print(line, markup=False)
-        console.print(f"{folder / name}\n", markup=False)
+        for line in [*remarks(run), str(folder / name), ""]:
+            console.print(plain(line))
         return run
 
     if baseline is not None and other is None:
@@ -65,8 +63,14 @@ def run_server(
     if other is not None:
         console.print(comparison_table(run, other, slo))
         for line in comparison_remarks(run, other):
-            console.print(line, markup=False)
+            console.print(plain(line))
     return run
+
+
+def plain(text: str) -> Text:
+    """Routes, ids and whatever a server tells may hold [brackets], :emoji: and control characters: none of them may be
+    read as rich's markup or by the terminal."""
+    return Text(printable(text))
 
 
 def api_key(variable: str | None) -> str | None:
@@ -86,7 +90,7 @@ def read_run(path: Path) -> ServerRun:
         raise ServerError(f"no baseline {path}; expected a server.json of an earlier run, or an address http://...")
     try:
         return ServerRun.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ServerError(f"{path}: {error}") from None
 
 
@@ -94,6 +98,10 @@ def title(run: ServerRun) -> str:
     server, settings = run.server, run.settings
     version = f", version {server['version']}" if "version" in server else ""
     how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
+    if settings["temperature"]:
+        how += "".join(
+            f", {name} {settings[name]}" for name, none in (("top_p", 1), ("top_k", 0)) if settings[name] != none
+        )
     state = " (interrupted)" if run.interrupted else ""
     return (
         f"{server.get('model', '?')} at {server['url']}{version}; {how}, at most {settings['max_tokens']} tokens{state}"
@@ -110,7 +118,7 @@ def table(run: ServerRun, slo: Slo) -> Table:
         cells = [str(s.concurrency), s.route, str(s.requests), str(sum(s.failures.values()) or "-")]
         cells += [_times(s.ttft), _times(s.tpot), _number(s.tokens_per_second, ".1f")]
         cells += [_number(s.requests_per_second, ".2f"), _number(s.share, ".0%")]
-        out.add_row(*cells, style="bold" if s.route == ALL else "")
+        out.add_row(*map(plain, cells), style="bold" if s.route == ALL else "")
         if s.route == ALL:
             out.add_section()
     return out
@@ -157,7 +165,7 @@ def comparison_table(run: ServerRun, baseline: ServerRun, slo: Slo) -> Table:
         cells = [str(c.concurrency), c.route, *[_number(x, ".2f", "x") for x in (c.tpot, c.tokens, c.goodput)]]
         cells.append("-" if c.goodputs is None else "{:.2f} -> {:.2f}".format(*c.goodputs))
         cells.append("-" if c.identical is None else f"{c.identical}/{c.compared}")
-        out.add_row(*cells, style="bold" if c.route == ALL else "")
+        out.add_row(*map(plain, cells), style="bold" if c.route == ALL else "")
         if c.route == ALL:
             out.add_section()
     return out

@@ -18,7 +18,22 @@ ALL = "all"
 FORMAT = 1
 SHARES = (0.5, 0.9, 0.99)
 # what must be equal before two runs can be compared
-SAME = ("prompts_sha256", "prompts", "concurrency", "requests", "max_tokens", "temperature", "seed")
+SAME = ("prompts_sha256", "prompts", "concurrency", "requests", "max_tokens", "temperature", "top_p", "top_k", "seed")
+
+
+class ServerError(ValueError):
+    """The server cannot be measured: not there, wrong address, key or model, no usage counts, or a load or SLO that
+    makes no sense."""
+
+
+def route_name(route: str) -> str:
+    """As it stands in records: ``ALL`` is the total's name, and a route of that name would be counted as the total."""
+    return f"{ALL} (route)" if route == ALL else whole(route)
+
+
+def whole(text: str) -> str:
+    """Half of a UTF-16 pair, which JSON can carry and no file can hold, becomes U+FFFD; two halves become one."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,8 @@ class Level:
 
 @dataclass
 class ServerRun:
-    """settings: of the load; server: url, model, and what the server tells of itself; versions: of this software."""
+    """settings: of the load; server: url, model, and what the server tells of itself; versions: of this software.
+    interrupted: not every level was measured."""
 
     settings: dict[str, Any]
     server: dict[str, Any]
@@ -82,19 +98,24 @@ class ServerRun:
                 Level(
                     **{
                         **level,
-                        "records": [Record(**r) for r in level["records"]],
+                        "records": [Record(**{**r, "route": route_name(r["route"])}) for r in level["records"]],
                         "acceptance": Acceptance.from_dict(level["acceptance"]),
                     }
                 )
                 for level in data["levels"]
             ]
-            return cls(data["settings"], data["server"], data["versions"], levels, data["interrupted"])
-        except (KeyError, TypeError) as error:
+            settings = {"top_p": 1.0, "top_k": 0, **data["settings"]}  # runs before these were sent
+            run = cls(settings, {**data["server"]}, {**data["versions"]}, levels, data["interrupted"])
+            summaries(run, Slo(1.0, 1.0)), compare(run, run, Slo())  # whatever is read of it later can be read
+            return run
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a damaged server measurement: {type(error).__name__}: {error}") from None
 
 
 def _clean(value: Any) -> Any:
-    """JSON has no NaN or infinity."""
+    """JSON has no NaN or infinity, and UTF-8 no half characters."""
+    if isinstance(value, str):
+        return whole(value)
     if isinstance(value, dict):
         return {k: _clean(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -104,10 +125,16 @@ def _clean(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Slo:
-    """Limits in milliseconds for each request; None: no limit on that measure."""
+    """Limits in milliseconds for each request; None: no limit on that measure. Raises ServerError for a limit that
+    is not above 0."""
 
     tpot_ms: float | None = None
     ttft_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in (("TPOT", self.tpot_ms), ("TTFT", self.ttft_ms)):
+            if limit is not None and not 0 < limit < math.inf:
+                raise ServerError(f"a limit of {limit:g} ms on the {name}: expected milliseconds above 0")
 
     def __bool__(self) -> bool:
         return self.tpot_ms is not None or self.ttft_ms is not None

@@ -10,18 +10,21 @@ The server is measured as its users see it, from outside; run it once with and o
 from __future__ import annotations
 
 import asyncio
+import math
 import platform
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..config import digest
-from .client import WARM_UP, ChatPrompt, Server, ServerError, address
-from .goodput import Level, ServerRun
+from ..metadata import write_json
+from .client import WARM_UP, ChatPrompt, Server, address
+from .goodput import Level, ServerError, ServerRun, route_name
 from .progress import progress
 from .prometheus import Sent, acceptance
 
@@ -29,7 +32,8 @@ from .prometheus import Sent, acceptance
 @dataclass(frozen=True)
 class Load:
     """requests: at each concurrency; None for every prompt once, and at least two for each place. timeout: seconds
-    for a whole request. seed: of the order of the prompts."""
+    for a whole request. seed: of the order of the prompts. top_k: 0 for all tokens. Raises ServerError for a value
+    that no load can have."""
 
     concurrency: tuple[int, ...] = (1, 4, 16)
     max_tokens: int = 128
@@ -37,6 +41,29 @@ class Load:
     requests: int | None = None
     timeout: float = 300.0
     seed: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.concurrency, default=0) < 1 or len(set(self.concurrency)) < len(self.concurrency):
+            raise ServerError(f"concurrency {list(self.concurrency)}: expected different numbers from 1 upward")
+        # written so that NaN, which no comparison holds for, is refused
+        for name, fits, expected in (
+            ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a number above"),
+            ("requests", self.requests is None or self.requests >= 1, "1 or more"),
+            ("timeout", 0 < self.timeout < math.inf, "seconds above 0"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
+        ):
+            if not fits:
+                raise ServerError(f"{name} {getattr(self, name)}: expected {expected}")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """As a request's body says it. top_k is no field of OpenAI's: vLLM and SGLang know it, others may refuse it."""
+        sent = {"temperature": self.temperature, "top_p": self.top_p}
+        return {**sent, "top_k": self.top_k} if self.top_k else sent
 
     def order(self, prompts: Sequence[ChatPrompt], concurrency: int) -> list[ChatPrompt]:
         """The same list for the same seed and concurrency. Each prompt comes once before any comes again."""
@@ -64,13 +91,14 @@ def load_chats(specs: Sequence[str], limit_per_route: int | None = None) -> list
 
     taken, prompts = Counter(), []
     for conversation in read_conversations(list(specs))[0]:
-        if limit_per_route is not None and taken[conversation.route] >= limit_per_route:
+        route = route_name(conversation.route or "other")
+        if limit_per_route is not None and taken[route] >= limit_per_route:
             continue
-        taken[conversation.route] += 1
+        taken[route] += 1
         messages = conversation.messages
         while messages[-1]["role"] == "assistant":
             messages = messages[:-1]
-        prompts.append(ChatPrompt(messages, conversation.tools, conversation.route or "other", conversation.id))
+        prompts.append(ChatPrompt(messages, conversation.tools, route, conversation.id))
     return prompts
 
 
@@ -81,29 +109,35 @@ def measure(
     *,
     model: str | None = None,
     key: str | None = None,
+    file: Path | None = None,
     quiet: bool = False,
 ) -> ServerRun:
     """Put ``load`` on the server at ``url`` (with or without /v1) and record every request.
 
     Nothing is tried again. Ctrl-C ends it cleanly: the run that comes back has ``interrupted`` set and keeps what was
-    measured. key: sent as a bearer token, and cut out of every error text. Raises ServerError where no request could
-    be measured at all, for no prompts, and for a concurrency below 1.
+    measured. key: sent as a bearer token, and cut out of every error text. file: the run is written there after every
+    level, marked as interrupted until the last. Raises ServerError where no request could be measured at all, and for
+    no prompts.
     """
     if not prompts:
         raise ServerError("no prompts to send")
-    if min(load.concurrency, default=0) < 1 or len(set(load.concurrency)) < len(load.concurrency):
-        raise ServerError(f"concurrency {list(load.concurrency)}: expected different numbers from 1 upward")
-    return asyncio.run(_measure(address(url), prompts, load, model, key, quiet))
+    versions = {"headtrain": __version__, "python": platform.python_version()}
+    run = ServerRun(load.settings(prompts), {"url": address(url)}, versions, interrupted=True)
+    asyncio.run(_measure(run, prompts, load, model, key, file, quiet))
+    return run
 
 
 async def _measure(
-    root: str, prompts: Sequence[ChatPrompt], load: Load, model: str | None, key: str | None, quiet: bool
-) -> ServerRun:
+    run: ServerRun,
+    prompts: Sequence[ChatPrompt],
+    load: Load,
+    model: str | None,
+    key: str | None,
+    file: Path | None,
+    quiet: bool,
+) -> None:
     plans = {c: load.order(prompts, c) for c in load.concurrency}
-    run = ServerRun(
-        load.settings(prompts), {"url": root}, {"headtrain": __version__, "python": platform.python_version()}
-    )
-    async with Server(root, key, load.temperature, load.timeout) as server:
+    async with Server(run.server["url"], key, load.sampling, load.timeout) as server:
         try:
             run.server |= await server.introduce(model)
             with progress(sum(map(len, plans.values())), "requests", quiet) as advance:
@@ -115,10 +149,16 @@ async def _measure(
                     await _put(server, jobs, level, load.max_tokens, advance)
                     level.complete = True
                     level.acceptance = acceptance(before, await server.settled(), sent(level))
+                    run.interrupted = len(run.levels) < len(plans)
+                    _write(run, file)
         except asyncio.CancelledError:
             asyncio.current_task().uncancel()
-            run.interrupted = True
-    return run
+            _write(run, file)
+
+
+def _write(run: ServerRun, file: Path | None) -> None:
+    if file is not None:
+        write_json(file, run.to_dict())
 
 
 async def _put(

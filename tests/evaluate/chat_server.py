@@ -16,12 +16,14 @@ PIECES = [(0.0, "one", 1), (0.0, " two three four", 3), (0.0, " five six", 2)]
 @dataclass
 class ChatServer:
     """pieces: by prompt text, or for every prompt. A prompt text that is a key of ``faults`` fails in that way: an HTTP
-    status, "drop", "garbage", "end" (without a finish reason), "error" (in the stream), "hang", "no usage"."""
+    status, "drop", "garbage", "end" (without a finish reason), "error" (in the stream), "hang", "no usage", or bytes:
+    an event in place of the usage block. drips: paths whose answer comes a byte now and then."""
 
     pieces: dict[str, list[tuple[float, str, int]]] = field(default_factory=dict)
     faults: dict[str, Any] = field(default_factory=dict)
-    models: list[str] = field(default_factory=lambda: ["tiny"])
+    models: list[Any] | None = field(default_factory=lambda: ["tiny"])
     pages: dict[str, str] = field(default_factory=dict)
+    drips: tuple[str, ...] = ()
     metrics: Any = None  # () -> text
     usage: bool = True
     key: str | None = None
@@ -63,7 +65,19 @@ def _handler(of: ChatServer) -> type:
             self.end_headers()
             self.wfile.write(body)
 
+        def drip(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.close_connection = True
+            try:
+                while not of.stop.wait(0.05):
+                    self.wfile.write(b" ")
+            except OSError:
+                pass
+
         def do_GET(self) -> None:
+            if self.path in of.drips:
+                return self.drip()
             if of.key and self.path.startswith("/v1") and self.headers["Authorization"] != f"Bearer {of.key}":
                 return self.send(401, f"invalid key {self.headers['Authorization']}")
             if self.path == "/v1/models" and of.models is not None:
@@ -115,7 +129,7 @@ def _handler(of: ChatServer) -> type:
             written, tokens = [], 0
             for wait, text, count in of.pieces.get(prompt, PIECES):
                 time.sleep(wait)
-                if fault and written:
+                if isinstance(fault, str) and written:
                     break
                 written.append(time.perf_counter())
                 self.delta(content=text)
@@ -132,7 +146,9 @@ def _handler(of: ChatServer) -> type:
                 return of.stop.wait(30) and None
             if fault != "end":
                 self.delta(finish="stop", content="")
-                if of.usage and fault != "no usage" and body["stream_options"]["include_usage"]:
+                if isinstance(fault, bytes):
+                    self.block(b"data: " + fault + b"\n\n")
+                elif of.usage and fault != "no usage" and body["stream_options"]["include_usage"]:
                     self.event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": tokens}})
                 with of.lock:
                     of.finished += 1

@@ -8,10 +8,30 @@ import math
 import numpy
 import pytest
 
-from headtrain.evaluate.goodput import ALL, Level, Record, ServerRun, Slo, compare, percentile, summaries, summarise
+from headtrain.evaluate.goodput import (
+    ALL,
+    Level,
+    Record,
+    ServerError,
+    ServerRun,
+    Slo,
+    compare,
+    percentile,
+    summaries,
+    summarise,
+)
 from headtrain.evaluate.prometheus import Acceptance
 
-SETTINGS = {"prompts_sha256": "x", "prompts": 4, "concurrency": [2], "requests": [4], "max_tokens": 9, "seed": 0}
+SETTINGS = {
+    "prompts_sha256": "x",
+    "prompts": 4,
+    "concurrency": [2],
+    "requests": [4],
+    "max_tokens": 9,
+    "seed": 0,
+    "top_p": 1.0,
+    "top_k": 0,
+}
 
 
 def record(index, ttft, tpot, tokens=10, route="chat", text="same", failure=None):
@@ -89,7 +109,15 @@ def test_a_run_against_a_baseline():
 
 @pytest.mark.parametrize(
     "name, value",
-    [("max_tokens", 64), ("prompts_sha256", "y"), ("concurrency", [1]), ("temperature", 1.0), ("seed", 3)],
+    [
+        ("max_tokens", 64),
+        ("prompts_sha256", "y"),
+        ("concurrency", [1]),
+        ("temperature", 1.0),
+        ("seed", 3),
+        ("top_p", 0.5),
+        ("top_k", 4),
+    ],
 )
 def test_another_load_is_refused_with_both_values(name, value):
     with pytest.raises(ValueError) as caught:
@@ -108,3 +136,34 @@ def test_json_round_trip():
     for bad in ([], {"format": 9, "kind": "server"}, {"format": 1}, {**json.loads(text), "levels": [{"x": 1}]}):
         with pytest.raises(ValueError):
             ServerRun.from_dict(bad)
+
+
+@pytest.mark.parametrize("limit", [math.nan, -3.0, 0.0, math.inf])
+def test_a_limit_that_is_none_is_refused(limit):
+    for name in ("tpot_ms", "ttft_ms"):
+        with pytest.raises(ServerError, match=f"{name[:4].upper()}: expected milliseconds above 0"):
+            Slo(**{name: limit})
+    assert Slo(tpot_ms=0.1, ttft_ms=5)
+
+
+def test_what_a_stored_run_lacks():
+    """A route that has the total's name, and a load from before top_p and top_k were sent."""
+    stored = run(level(record(0, 0.1, 0.1, route="all"), record(1, 0.1, 0.1))).to_dict()
+    del stored["settings"]["top_p"], stored["settings"]["top_k"]
+    again = ServerRun.from_dict(stored)
+    assert {s.route: s.requests for s in summaries(again, Slo())} == {"all (route)": 1, "chat": 1, ALL: 2}
+    assert (again.settings["top_p"], again.settings["top_k"]) == (1.0, 0)
+
+
+def test_a_damaged_run_is_refused_at_reading():
+    good = run(level(*FOUR)).to_dict()
+    ServerRun.from_dict(good)
+    for name, value in (("settings", []), ("settings", {}), ("server", 3), ("versions", None), ("levels", {"a": 1})):
+        with pytest.raises(ValueError, match="damaged"):
+            ServerRun.from_dict({**good, name: value})
+    for name, value in (("ttft", None), ("tokens", "x"), ("route", 5), ("tpot", "fast")):
+        damaged = [
+            {**good["levels"][0], "complete": False, "records": [{**good["levels"][0]["records"][0], name: value}]}
+        ]
+        with pytest.raises(ValueError, match="damaged"):
+            ServerRun.from_dict({**good, "levels": damaged})

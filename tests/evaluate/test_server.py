@@ -13,9 +13,9 @@ from chat_server import ChatServer
 from rich.console import Console
 from test_prometheus import vllm
 
-from headtrain.commands.server import api_key, run_server
+from headtrain.commands.server import api_key, read_run, run_server, title
 from headtrain.evaluate.client import Answer, ChatPrompt, ServerError
-from headtrain.evaluate.goodput import Slo
+from headtrain.evaluate.goodput import Slo, summaries
 from headtrain.evaluate.server import Load, load_chats, measure
 
 ONE = Load(concurrency=(1,), max_tokens=16)
@@ -131,10 +131,16 @@ def test_what_is_sent():
         "tools": [tool],
         "max_tokens": 33,
         "temperature": 0.5,
+        "top_p": 1.0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
     assert server.seen[1]["max_tokens"] == 8  # the warm-up is short
+    with ChatServer() as server:
+        run = ask(server, load=Load((1,), temperature=0.7, top_p=0.5, top_k=3))
+    assert all((body["top_p"], body["top_k"]) == (0.5, 3) for body in server.seen)
+    assert (run.settings["top_p"], run.settings["top_k"]) == (0.5, 3)
+    assert "temperature 0.7, top_p 0.5, top_k 3, at most" in title(run)
 
 
 def test_addresses():
@@ -176,9 +182,15 @@ def test_a_server_without_usage_is_refused():
 
 
 def test_bad_loads():
-    for load in (Load(()), Load((0,)), Load((1, 1))):
+    for places in ((), (0,), (1, 1)):
         with pytest.raises(ServerError, match="concurrency"):
-            measure("http://x", prompts("a"), load)
+            Load(places)
+    nan, inf = float("nan"), float("inf")
+    bad = {"temperature": (inf, nan, -1), "timeout": (nan, -1, 0, inf), "top_p": (nan, 0, 1.5), "top_k": (-1,)}
+    for name, values in {**bad, "max_tokens": (0,), "requests": (0,)}.items():
+        for value in values:
+            with pytest.raises(ServerError, match=f"{name} {value}: expected"):
+                Load(**{name: value})
     with pytest.raises(ServerError, match="no prompts"):
         measure("http://x", [], ONE)
 
@@ -216,6 +228,21 @@ def test_without_metrics_times_are_still_reported():
     assert level.records[0].ttft > 0
 
 
+def test_every_level_is_stored_when_it_is_over(tmp_path):
+    file, stored = tmp_path / "server.json", {}
+    with ChatServer() as server:
+
+        def look(_):
+            if file.exists():
+                run = read_run(file)
+                stored[len(run.levels)] = (run.interrupted, [len(level.records) for level in run.levels])
+
+        server.on_request = look
+        run = ask(server, "abc", Load((1, 2, 3), requests=4), file=file)
+    assert stored == {1: (True, [4]), 2: (True, [4, 4])}
+    assert not run.interrupted and read_run(file).to_dict() == run.to_dict() and len(run.levels) == 3
+
+
 def test_ctrl_c_keeps_what_was_measured():
     with ChatServer(faults={"last": "hang"}) as server:
 
@@ -233,10 +260,10 @@ def test_ctrl_c_keeps_what_was_measured():
     assert sorted(r.prompt for r in run.levels[0].records) == list("abc")
 
 
-def command(server, tmp_path, name="run", load=ONE, **more):
+def command(server, tmp_path, name="run", load=ONE, routes="xxy", **more):
     file = tmp_path / "prompts.jsonl"
     rows = [
-        {"id": t, "route": r, "messages": [{"role": "user", "content": t}]} for t, r in zip("abc", "xxy", strict=True)
+        {"id": t, "route": r, "messages": [{"role": "user", "content": t}]} for t, r in zip("abc", routes, strict=True)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     console = Console(file=io.StringIO(), width=100)
@@ -309,3 +336,11 @@ def test_what_is_printed(tmp_path):
         _, said = command(server, tmp_path, load=Load((1, 4), requests=3), slo=Slo(ttft_ms=1e6))
     assert "concurrency 1: the server does not speculate" in said and "100%" in said
     assert "concurrency 4: only 3 requests were under way at once" in said
+
+
+def test_a_route_named_as_the_total_is_no_total(tmp_path):
+    with ChatServer() as server:
+        run, said = command(server, tmp_path, routes=("all", "all", "x"))
+    assert run.routes == ["all (route)", "x"] and run.levels[0].records[0].route != "all"
+    rows = {s.route: s.requests for s in summaries(run, Slo())}
+    assert rows == {"all (route)": 2, "x": 1, "all": 3} and "1 all (route) 2" in said
