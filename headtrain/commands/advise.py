@@ -94,7 +94,9 @@ def read_ratio(given: list[str], labels: list[str]) -> float | dict[str, float] 
         ) from None
     out = {}
     for name, value in pairs:
-        found = [label for label in labels if name.lower() in label.lower()]
+        if not name.strip():
+            raise RecipeError(f"--cost-ratio ={value:g}: expected a part of a drafter's label before the =")
+        found = [label for label in labels if name.strip().lower() in label.lower()]
         if not found:
             raise RecipeError(
                 f"--cost-ratio {name}: no such drafter; the evaluation has: {', '.join(dict.fromkeys(labels))}"

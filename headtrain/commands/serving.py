@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import RecipeError, TargetSection, load_recipe
+from ..config import ExpectedShape, RecipeError, TargetSection, load_recipe
 from ..evaluate.results import ALL, Evaluation
-from ..evaluate.roofline import DEVICES, Device, Experts, Load, Model, Setup
+from ..evaluate.roofline import DEVICES, HUGE, Cache, Device, Experts, Load, Model, Setup
+from ..evaluate.speedup import require
+from ..types import TargetShape
+
+if TYPE_CHECKING:
+    from ..decode.generate import Round
 
 USUAL_K = 8
+# Names of layers in configs. What is none of these is counted as a layer that keeps every position.
+WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding")
+FIXED_STATE = ("linear_attention", "mamba", "mamba2", "recurrent", "conv")
+NO_STATE = ("moe", "mlp")
+KEEPS_ALL = ("full_attention", "attention", "global_attention", "hybrid")
 
 Target = Annotated[
     str | None, typer.Option(help="sizes of the target: a folder with its config.json, or a recipe (.yaml)")
@@ -39,8 +50,11 @@ def read_cases(path: Path) -> list[Evaluation]:
         raise RecipeError(f"no evaluation at {path}: `headtrain eval` writes eval.json")
     try:
         return Sweep.read(found).cases
+    except OSError as error:
+        raise RecipeError(f"{found} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise RecipeError(f"{found} is no evaluation ({error}); `headtrain eval` makes it again") from None
+        why = " ".join(str(error).split())
+        raise RecipeError(f"{found} is no evaluation ({why}); `headtrain eval` makes it again") from None
 
 
 def read_device(
@@ -62,18 +76,75 @@ def read_device(
 
 def read_target(path: str | None, parameters: int | None, weight_bytes: float, kv_bytes: float) -> Model | None:
     """From a recipe or a config folder; None where none was given. Raises RecipeError, TargetError, ValueError."""
-    from ..target.load import load_config, load_shape, locate
+    from ..target.load import load_config, locate
+    from ..target.shape import shape_from_config
 
     if path is None:
         return None
     section = load_recipe(path).target if path.endswith((".yaml", ".yml")) else TargetSection(path=path)
     if parameters is None and section.expect is not None:
         parameters = section.expect.parameters
-    shape = load_shape(section)
-    experts = read_experts(load_config(section), shape.num_layers) if locate(section).local else None
+    if section.expect is not None and not locate(section).local:
+        return _from_expect(path, section.expect, parameters, weight_bytes, kv_bytes)
+    config = load_config(section)
+    shape = shape_from_config(config)
+    experts, (cache, notes) = read_experts(config, shape.num_layers), read_cache(config, shape)
     if experts is not None and parameters is None:
         raise RecipeError(f"{path} is a mixture of experts: give --parameters, the number of all its parameters")
-    return Model.of(shape, parameters, weight_bytes=weight_bytes, kv_bytes=kv_bytes, experts=experts)
+    more = {"weight_bytes": weight_bytes, "kv_bytes": kv_bytes, "experts": experts, "cache": cache}
+    return Model.of(shape, parameters, **more, notes=notes)
+
+
+def _from_expect(
+    path: str, expect: ExpectedShape, parameters: int | None, weight_bytes: float, kv_bytes: float
+) -> Model:
+    """A target whose config is not at hand: what the recipe does not say is assumed, and that is said."""
+    notes = [
+        f"{path} has no config at hand, only target.expect: the KV cache is taken as keys and values of all "
+        f"{expect.num_layers} layers, {expect.num_kv_heads} heads of {expect.head_dim}; latent attention, sliding "
+        "windows or recurrent layers would make it smaller. Give --target a folder with config.json to count them"
+    ]
+    if expect.active_parameters:
+        notes.append(
+            f"a mixture of experts ({expect.active_parameters:,} parameters are active for a token), taken as a dense "
+            "target that reads all its weights for each step, since target.expect does not name its experts"
+        )
+    sizes = {"weight_bytes": weight_bytes, "kv_bytes": kv_bytes, "notes": tuple(notes)}
+    return Model.of(expect.shape(), parameters, **sizes)
+
+
+def read_cache(config: Any, shape: TargetShape) -> tuple[Cache, tuple[str, ...]]:
+    """What a config's layers keep of each position, and what to know about it."""
+    from ..target.shape import text_config
+
+    text, notes = text_config(config), []
+    values, width = 2 * shape.num_kv_heads * shape.head_dim, 2 * shape.head_dim
+    rank, rotary = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None) or 0
+    if rank:
+        values, width = rank + rotary, 2 * rank + rotary  # q @ latent and rotary key, weights @ latent
+        notes.append(f"latent attention: the KV cache keeps {rank} + {rotary} values of each position and layer")
+    chunk, window = getattr(text, "attention_chunk_size", None), getattr(text, "sliding_window", None)
+    window = (window if getattr(text, "use_sliding_window", True) else None) or chunk or 0
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    if kinds is None:  # one kind for all; a window counts for all of them (Mistral 7B v0.1)
+        kinds = ["sliding_attention" if window else "full_attention"] * shape.num_layers
+    kinds = list(kinds)[: shape.num_layers]
+    fixed = sum(kind in FIXED_STATE for kind in kinds)
+    if fixed:
+        notes.append(
+            f"{fixed} of {shape.num_layers} layers keep a recurrent or convolution state instead of a KV cache: its "
+            "size does not grow with the text, and it is left out"
+        )
+    if shared := getattr(text, "num_kv_shared_layers", None):
+        kinds = kinds[:-shared]
+        notes.append(f"the last {shared} layers read the KV cache of earlier ones and keep none")
+    windowed = sum(kind in WINDOWED for kind in kinds) if window else 0
+    if windowed:
+        notes.append(f"sliding windows: {windowed} of {shape.num_layers} layers keep the last {window} positions only")
+    full = sum(kind not in (*FIXED_STATE, *NO_STATE) for kind in kinds) - windowed
+    if other := sorted({*kinds} - {*WINDOWED, *FIXED_STATE, *NO_STATE, *KEEPS_ALL}):
+        notes.append(f"layers of kind {', '.join(other)} are counted as if they kept every position in full")
+    return Cache(values, full, width, windowed, window if windowed else 0), tuple(notes)
 
 
 def read_experts(config: Any, layers: int) -> Experts | None:
@@ -112,6 +183,11 @@ def read_load(
     """None where nothing was given. Raises RecipeError, ValueError."""
     if (requests_per_second is None) != (output_tokens is None):
         raise RecipeError("a load in requests: give both --requests-per-second and --output-tokens")
+    given = {"--slo-ms": slo_ms, "--users": users}
+    given |= {"--requests-per-second": requests_per_second, "--output-tokens": output_tokens}
+    for name, value in given.items():
+        if value is not None:
+            require(value, name, above=True, high=HUGE)
     if slo_ms is None:
         if users is not None or output_tokens is not None:
             raise RecipeError("a load without an SLO: give --slo-ms, the longest time per output token")
@@ -129,24 +205,64 @@ def parse_alphas(text: str, k: int | None) -> list[float]:
 
 
 def pick(cases: list[Evaluation], drafter: str | None, route: str) -> Evaluation:
-    """The longest chain of the drafter whose label has this part (None: of the first), at the lowest temperature.
-    Raises RecipeError with what there is."""
-    chains = [c for c in cases if not c.settings.get("tree")]
-    labels = list(dict.fromkeys(c.drafter["label"] for c in chains))
-    label = next((name for name in labels if drafter is None or drafter.lower() in name.lower()), None)
-    if label is None:
-        raise RecipeError(f"no chain of a drafter {drafter or ''!r} in this evaluation; it has: {', '.join(labels)}")
-    found = [c for c in chains if c.drafter["label"] == label]
+    """The longest chain of the drafter whose label has this part (None: of the first), lossless before not, at the
+    lowest temperature. Raises RecipeError with what there is."""
+    named = [c for c in cases if (drafter or "").lower() in c.drafter["label"].lower()]
+    if not named:
+        labels = ", ".join(dict.fromkeys(c.drafter["label"] for c in cases))
+        raise RecipeError(f"no drafter {drafter!r} in this evaluation; it has: {labels}")
+    chains = [c for c in named if not c.settings.get("tree")]
+    if not chains:
+        raise RecipeError(
+            f"a curve over k follows from chains, and only trees were evaluated here ({_measured(named, route)}): "
+            "evaluate a chain too, or ask `headtrain advise`, which compares trees"
+        )
+    found = [c for c in chains if c.drafter == chains[0].drafter]
     if route != ALL and route not in found[0].routes:
         raise RecipeError(f"no route {route!r} in this evaluation; it has: {', '.join(found[0].routes)}, {ALL}")
-    return min(found, key=lambda c: (c.settings["temperature"], -c.settings["k"]))
+    return min(found, key=lambda c: (not c.lossless, c.settings["temperature"], -c.settings["k"]))
 
 
-def alphas_of(case: Evaluation, route: str) -> list[float]:
-    """Acceptance by depth, of all rounds: a round that drafted nothing (a lookup without a match) counts as a miss, so
-    that 1 + the sum of the running products is the measured tau. Raises RecipeError."""
+def _measured(cases: list[Evaluation], route: str) -> str:
+    """What each case gained, in a line."""
+    made = [(c, c.summary(route)) for c in cases]
+    return "; ".join(
+        f"{c.drafter['label']}, {c.shape}: {s.tau:.2f} tokens a round"
+        + (f", timed at {s.speedup:.2f}x" if math.isfinite(s.speedup) else "")
+        for c, s in made
+    )
+
+
+def rounds_of(case: Evaluation, route: str) -> list[Round]:
+    """Raises RecipeError where there are none."""
     rounds = [x for r in case.results if route in (r.route, ALL) for x in r.rounds]
     if not rounds:
         raise RecipeError(f"nothing was decoded past the first token on {route}")
+    return rounds
+
+
+def alphas_of(case: Evaluation, route: str) -> list[float]:
+    """Acceptance by depth, of all rounds: a round that drafted nothing (a lookup without a match) counts as a miss.
+    Raises RecipeError."""
+    rounds = rounds_of(case, route)
     reached = [len(rounds), *(sum(x.accepted >= j for x in rounds) for j in range(1, case.settings["k"] + 1))]
     return [now / before if before else 0.0 for before, now in itertools.pairwise(reached)]
+
+
+def taus_of(case: Evaluation, route: str) -> list[float]:
+    """Tokens a round as measured with k = 1, 2, ...; below 1 + the sum of the alphas' running products where an
+    accepted end of text ended a round, since the target then adds no token of its own. Raises RecipeError."""
+    rounds = rounds_of(case, route)
+    return [sum(min(x.committed, k + 1) for x in rounds) / len(rounds) for k in range(1, case.settings["k"] + 1)]
+
+
+def rounds_note(case: Evaluation, route: str) -> str:
+    """How the tokens a round were found."""
+    rounds = rounds_of(case, route)
+    ended = sum(x.committed <= x.accepted for x in rounds)
+    line = f"tokens a round: as measured in {len(rounds)} rounds"
+    if ended:
+        line += f"; {ended} of them ended with an accepted end of text, to which the target adds no token"
+    if not case.lossless:
+        line += f"; with {case.settings['acceptance']} acceptance, whose text is not distributed as the target's"
+    return line

@@ -49,8 +49,9 @@ def speedup(
     weight_bytes: serving.WeightBytes = 2.0,
     kv_bytes: serving.KvBytes = 2.0,
     draft_parameters: Annotated[
-        int, typer.Option(min=0, help="parameters that a draft step reads, lm_head included; 0: a lookup")
-    ] = 0,
+        int | None,
+        typer.Option(min=0, help="that a draft step reads, lm_head included; 0: a lookup; default: as evaluated, or 0"),
+    ] = None,
     draft_layers: Annotated[int, typer.Option(min=0, help="of them with a KV cache like the target's")] = 1,
     parallel_draft: Annotated[
         bool, typer.Option("--parallel-draft", help="the drafter says all k tokens in one step")
@@ -76,27 +77,35 @@ def speedup(
     headtrain speedup --alpha 0.75,0.65,0.6 --target recipes/llama-3.1-8b-eagle3.yaml --device h100
         --draft-parameters 350000000 --slo-ms 8 --users 500 --out speedup.html
     """
-    from ..evaluate.candidates import drafter_key, measured_costs
+    from ..evaluate.candidates import drafter_key, measured_costs, says_all_at_once, with_drafter
     from ..evaluate.roofline import Draft, Model, Plan
-    from ..evaluate.speedup import FLAT, VerifyCost
+    from ..evaluate.speedup import FLAT, LARGEST_K, VerifyCost, require
     from ..evaluate.speedup_report import report
 
     try:
+        if k is not None:
+            require(k, "--k", 1, high=LARGEST_K)
         where = serving.read_device(device, tflops, gbps, memory_gb, efficiency, gpus)
         sizes = serving.read_target(target, parameters, weight_bytes, kv_bytes)
         setup = serving.read_setup(sizes, where, context)
         if setup is not None and draft_parameters:
             own = Model(draft_parameters, draft_layers, sizes.heads, sizes.kv_heads, sizes.head_dim, kv_bytes=kv_bytes)
             setup = replace(setup, draft=Draft(own, parallel_draft))
+        taus, notes = [], []
         if evaluation is not None:
             cases = serving.read_cases(evaluation)
             case = serving.pick(cases, drafter, route)
             alphas, title = serving.alphas_of(case, route), f"{case.drafter['label']} on {route}"
+            taus, notes = serving.taus_of(case, route), [serving.rounds_note(case, route)]
+            parallel_draft = parallel_draft or says_all_at_once(case)
+            if setup is not None and draft_parameters is None:
+                setup = with_drafter(setup, case)
             costs, verify = measured_costs(cases)
             c = costs.get(drafter_key(case))
             if k is None and setup is None and verify_cost is None and verify.measured:
                 # what longer drafts would cost was not timed here
                 alphas = alphas[: verify.measured[-1][0] - 1]
+                taus = taus[: len(alphas)]
         elif alpha is not None:
             alphas, title = serving.parse_alphas(alpha, k), f"acceptance {alpha}"
             c, verify = None, FLAT
@@ -111,14 +120,15 @@ def speedup(
             if c is None:
                 raise RecipeError("--verify-cost without the cost of a draft step: give --cost-ratio too")
         tree = None
-        if tree_nodes is not None:
-            if tau is None or tree_depth is None:
+        if any(value is not None for value in (tree_nodes, tree_depth, tau)):
+            if tree_nodes is None or tree_depth is None or tau is None:
                 raise RecipeError("a tree: give --tree-nodes, --tree-depth and the measured --tau")
             tree = Plan.tree(tau, tree_nodes, tree_depth)
         load = serving.read_load(slo_ms, users, requests_per_second, output_tokens)
         made = report(
             title, alphas, c, verify, k, hold_last, tree, setup, load, gpus,
-            notes=[cost_note(c, verify, cost_ratio is not None, verify_cost is not None, setup)],
+            notes=[*notes, cost_note(c, verify, cost_ratio is not None, verify_cost is not None, setup)],
+            taus=taus, parallel=parallel_draft,
         )  # fmt: skip
     except RecipeError:
         raise

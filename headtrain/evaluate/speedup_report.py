@@ -37,7 +37,7 @@ class BatchPoint:
 class Report:
     """points: the chain over k; tree, tree_speedup: a tree at batch 1, where one was given. The rest needs the target's
     sizes and a device: batches, fixed (the plan that is best at batch 1) and stops_at (Setup.stops_paying_at, up to
-    the batch ``searched``), and under a load the GPUs without and with speculation."""
+    the batch ``searched``, 0 where not one sequence fits), and under a load the GPUs without and with speculation."""
 
     title: str
     alphas: list[float]
@@ -71,7 +71,9 @@ class Report:
             deepest = max(p.k for p in self.points if not p.extrapolated)
             out.append(f"beyond k {deepest} nothing was measured: the last alpha is held, which is usually too hopeful")
         if self.batches:
-            if self.fixed == PLAIN.name:
+            if not self.searched:
+                out.append(f"with {self.fixed} the weights and one sequence do not fit into memory: nothing to serve")
+            elif self.fixed == PLAIN.name:
                 out.append("by the roofline speculation pays at no batch size")
             elif self.stops_at is None:
                 out.append(f"{self.fixed} pays up to the largest batch that fits or was searched, {self.searched}")
@@ -176,25 +178,29 @@ def report(
     load: Load | None = None,
     per_replica: int = 1,
     notes: Sequence[str] = (),
+    taus: Sequence[float] = (),
+    parallel: bool = False,
 ) -> Report:
     """Everything that follows from acceptance and costs, and with a setup from batch size and load.
 
-    c: of one draft step, None: the costs at batch 1 are the setup's. Raises ValueError for values that cannot be (see
-    speedup, roofline), for neither c nor setup, and for a load without a setup.
+    c: of one draft step, None: the costs at batch 1 are the setup's. taus, parallel: see ``curve``. Raises ValueError
+    for values that cannot be (see speedup, roofline), for neither c nor setup, and for a load without a setup.
     """
     if setup is None and c is None:
         raise ValueError("what a draft step costs is not known: give --cost-ratio, or --device and --target")
     if setup is None and load is not None:
         raise ValueError("a load needs step times: give --device and --target")
     k_max = len(alphas) if k_max is None else k_max
-    points = curve(alphas, 0.0 if c is None else c, verify, k_max, hold_last)
+    points = curve(alphas, 0.0 if c is None else c, verify, k_max, hold_last, taus, parallel)
     plans = [Plan(p.k, p.tau, p.k) for p in points]
     if c is None:
         points = [_on_device(setup, p, len(alphas)) for p in plans]
     out = Report(title, list(alphas), c, points, best(points), list(notes), tree)
     if tree is not None:
         plans.append(tree)
-        by_costs = None if c is None else tree_speedup(tree.tau, verify.at(tree.nodes + 1), tree.k * c)
+        by_costs = (
+            None if c is None else tree_speedup(tree.tau, verify.at(tree.nodes + 1), (1 if parallel else tree.k) * c)
+        )
         out.tree_speedup = setup.speedup(tree, 1) if by_costs is None else by_costs
     if setup is not None:
         _add_batches(out, plans, setup)
@@ -211,7 +217,7 @@ def _on_device(setup: Setup, plan: Plan, measured: int) -> ChainPoint:
 
 def _add_batches(out: Report, plans: Sequence[Plan], setup: Setup) -> None:
     fixed = setup.best(plans, 1)
-    out.searched = min(setup.largest_in_memory(fixed) or LARGEST_BATCH, LARGEST_BATCH)
+    out.searched = min(setup.largest_in_memory(fixed), LARGEST_BATCH)
     out.fixed, out.stops_at = fixed.name, 1 if fixed == PLAIN else setup.stops_paying_at(fixed, out.searched)
     room = setup.usable * setup.device.memory_gb * 1e9
     for batch in (2**power for power in range(SHOWN_BATCHES)):
@@ -244,6 +250,7 @@ def memory_notes(setup: Setup, plan: Plan) -> list[str]:
         "each round adds its drafted nodes until they are verified",
         f"at most {setup.largest_in_memory(PLAIN)} sequences fit without speculation, {setup.largest_in_memory(plan)} "
         "with it",
+        *target.notes,
     ]
     if target.experts:
         e = target.experts

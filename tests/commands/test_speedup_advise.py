@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
 import tiny
 import torch
 import typer
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+)
 from typer.testing import CliRunner
 
 from headtrain.commands.advise import advise
-from headtrain.commands.serving import alphas_of, read_experts, read_target
+from headtrain.commands.serving import alphas_of, read_cache, read_experts, read_target
 from headtrain.commands.speedup import speedup
 from headtrain.config import RecipeError
 from headtrain.decode.generate import Round
@@ -162,16 +173,111 @@ def test_acceptance_and_costs_of_an_evaluation(evaluated):
         (("--alpha", "0.8", "--target", LLAMA), "give --device"),
         (("--alpha", "0.8", "--target", LLAMA, "--device", "h1000"), "known are h100"),
         (("--alpha", "0.8", "--target", LLAMA, "--tflops", "10"), "--gbps, --memory-gb too"),
-        (("--alpha", "0.8", *GPU, "--slo-ms", "0", "--users", "1"), "SLO 0"),
+        (("--alpha", "0.8", *GPU, "--slo-ms", "0", "--users", "1"), "--slo-ms 0"),
         (("--alpha", "0.8", *GPU, "--users", "1"), "without an SLO"),
         (("--alpha", "0.8", *GPU, "--slo-ms", "5", "--requests-per-second", "1"), "--output-tokens"),
         (("--alpha", "0.8", *GPU, "--verify-cost", "3:1"), "give --cost-ratio too"),
         (("--alpha", "0.8", "--cost-ratio", "0.1", "--slo-ms", "5", "--users", "1"), "a load needs"),
+        (
+            ("--alpha", "0.8", "--cost-ratio", "0.1", "--k", "200000"),
+            "--k 200000: expected a finite number of at least",
+        ),
+        (("--alpha", "0.8", "--cost-ratio", "0.1", "--verify-cost", "1:9"), "T(1) / T(1)"),
+        (("--alpha", "0.8", "--cost-ratio", "0.1", "--verify-cost", "9:0.1"), "verify cost of 9 tokens 0.1"),
+        (("--alpha", "0.8", "--cost-ratio", "1e300"), "cost ratio 1e+300"),
+        (("--alpha", "0.8", *GPU, "--tflops", "1e300"), "tflops 1e+300"),
+        (("--alpha", "0.8", *GPU, "--gbps", "1e-300"), "gbps 1e-300"),
+        (("--alpha", "0.8", *GPU, "--weight-bytes", "1e300"), "weight_bytes 1e+300"),
+        (("--alpha", "0.8", *GPU, "--kv-bytes", "nan"), "kv_bytes nan"),
+        (("--alpha", "0.8", *GPU, "--efficiency", "nan"), "efficiency nan"),
+        (("--alpha", "0.8", *GPU, "--slo-ms", "nan", "--users", "1"), "--slo-ms nan"),
+        (("--alpha", "0.8", *GPU, "--slo-ms", "-5", "--users", "1"), "--slo-ms -5"),
+        (("--alpha", "0.8", *GPU, "--slo-ms", "5", "--users", "nan"), "--users nan"),
+        (
+            ("--alpha", "0.8", *GPU, "--slo-ms", "5", "--requests-per-second", "-2", "--output-tokens", "-3"),
+            "--requests-per-second -2",
+        ),
+        (("--alpha", "0.8", "--cost-ratio", "0.1", "--tau", "3"), "a tree: give"),
         (("--eval", "nowhere"), "no evaluation at nowhere"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(words, message):
     assert message in refused("speedup", *words)
+
+
+def rewrite(evaluated, cases):
+    sweep = Sweep.read(evaluated / "eval" / "eval.json")
+    Sweep(sweep.target, {}, cases).write(evaluated / "eval" / "eval.json")
+
+
+def test_rounds_that_an_accepted_end_of_text_ended_commit_no_token_more(evaluated):
+    ended = [Round(3, 3, 4, 3), Round(3, 1, 2, 3), Round(2, 2, 2, 3)] * 4  # the third: its second token ends the text
+    rewrite(evaluated, [case(HEAD, 3, ended)])
+    data = json.loads(run("speedup", "--eval", evaluated, "--json"))
+    assert [p["tau"] for p in data["points"]] == pytest.approx([(2 + 2 + 2) / 3, (3 + 2 + 2) / 3, (4 + 2 + 2) / 3])
+    assert any("24 of them ended with an accepted end of text" in note for note in data["notes"])
+    assert "accepted end of text" not in run("speedup", "--alpha", "0.5", "--cost-ratio", "0.1")
+
+
+def test_an_evaluation_of_trees_alone_says_what_was_measured(evaluated):
+    tree = case(HEAD, 3, ROUNDS)
+    tree.settings["tree"] = "tree of 20"
+    rewrite(evaluated, [tree])
+    text = refused("speedup", "--eval", evaluated)
+    gain = tree.summary().speedup
+    assert "only trees were evaluated here (the head, tree of 20: 3.00 tokens a round" in text
+    assert f"timed at {gain:.2f}x" in text and "headtrain advise" in text
+
+
+def test_lossless_chains_are_taken_before_typical_ones_and_those_are_named(evaluated):
+    loose = case(HEAD, 5, [Round(5, 5, 6, 5)] * 30)
+    loose.settings["acceptance"] = "typical"
+    rewrite(evaluated, [loose, case(HEAD, 3, ROUNDS)])
+    assert len(json.loads(run("speedup", "--eval", evaluated, "--json"))["points"]) == 3
+    rewrite(evaluated, [loose])
+    assert "not distributed as the target's" in run("speedup", "--eval", evaluated)
+
+
+def test_a_drafter_that_says_all_depths_at_once_is_charged_once(evaluated):
+    rewrite(evaluated, [case({**HEAD, "parallel": True}, 3, ROUNDS)])  # 0.3 plain steps a round
+    data = json.loads(run("speedup", "--eval", evaluated, "--json"))
+    assert data["c"] == pytest.approx(0.3) and data["points"][2]["cost"] == pytest.approx(0.3 + 1.2)
+    given = json.loads(run("speedup", "--alpha", "0.8", "--cost-ratio", "0.2", "--parallel-draft", "--json"))
+    assert [p["cost"] for p in given["points"]] == pytest.approx([1.2] * 8)
+    tree = ("--tree-nodes", "20", "--tree-depth", "4", "--tau", "3")
+    given = json.loads(run("speedup", "--alpha", "0.8", "--cost-ratio", "0.2", "--parallel-draft", *tree, "--json"))
+    assert given["tree_speedup"] == pytest.approx(3 / 1.2)
+    # on a device the evaluated drafter is the one that drafts
+    data = json.loads(run("speedup", "--eval", evaluated, *GPU[:4], "--json"))
+    setup = Setup(read_target(LLAMA, None, 2.0, 2.0), DEVICES["h100"], Draft(Model(10, 1, 32, 8, 128), True))
+    assert data["points"][2]["speedup"] == pytest.approx(setup.speedup(Plan(3, data["points"][2]["tau"], 3), 1))
+
+
+def test_nothing_fits_is_not_read_as_it_always_pays():
+    text = run("speedup", "--alpha", "0.8", *GPU, "--memory-gb", "8")
+    assert "do not fit into memory: nothing to serve" in text and "pays up to" not in text
+
+
+def test_a_damaged_file_is_one_line_that_names_it(evaluated):
+    path = evaluated / "eval" / "eval.json"
+    good = json.loads(path.read_text())
+
+    def damage(change):
+        data = json.loads(json.dumps(good))
+        change(data)
+        path.write_text(json.dumps(data))
+        for verb in (("speedup", "--eval", evaluated), ("advise", evaluated)):
+            text = refused(*verb)
+            assert "\n" not in text and str(path) in text and "headtrain eval" in text
+
+    damage(lambda d: d["cases"][0]["drafter"].pop("label"))
+    damage(lambda d: d["cases"][0]["drafter"].pop("kind"))
+    damage(lambda d: d.update(target=None))
+    damage(lambda d: d["cases"][0]["results"][0].update(route=None))
+    damage(lambda d: d["cases"][0]["results"][0]["rounds"].__setitem__(0, [3, -1, 0, 3]))
+    damage(lambda d: d["cases"][0]["results"][0]["rounds"].__setitem__(0, [3, math.nan, 0, 3]))
+    path.write_bytes(b"\xff\xfe")
+    assert "is no evaluation" in refused("advise", evaluated)
 
 
 def test_neither_costs_nor_a_device():
@@ -193,6 +299,55 @@ def test_experts_are_read_from_a_config():
     real = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     assert (experts.count, experts.per_token, experts.parameters) == (8, 2, real)
     assert read_experts(tiny.config(), 8) is None
+
+
+# Published sizes; each as its own config class gives them, at a context where windows matter.
+DEEPSEEK = dict(num_hidden_layers=61, kv_lora_rank=512, qk_rope_head_dim=64)
+NEXT = dict(num_hidden_layers=48, num_key_value_heads=2, head_dim=256)
+GEMMA = dict(num_hidden_layers=34, num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=1024)
+
+
+def test_caches_of_the_families_by_hand():
+    def kept(config, context):
+        shape = shape_from_config(config)
+        cache, notes = read_cache(config, shape)
+        model = Model.of(shape, 10**12, cache=cache, notes=notes)
+        return model.kv_of(context), " ".join(notes)
+
+    size, notes = kept(DeepseekV3Config(**DEEPSEEK), 5000)
+    assert size == 5000 * 61 * (512 + 64) * 2 and "latent attention" in notes
+    assert read_cache(DeepseekV3Config(**DEEPSEEK), shape_from_config(DeepseekV3Config()))[0].width == 512 + 64 + 512
+    size, notes = kept(Qwen3NextConfig(**NEXT), 5000)
+    assert size == 5000 * 12 * 2 * 2 * 256 * 2 and "36 of 48 layers keep a recurrent" in notes
+    size, notes = kept(Gemma3Config(text_config=Gemma3TextConfig(**GEMMA)), 5000)
+    full = sum(n % 6 == 5 for n in range(34))  # five windows, then a full layer
+    assert size == (5000 * full + 1024 * (34 - full)) * 2 * 4 * 256 * 2 and "last 1024 positions" in notes
+    assert kept(Gemma3Config(text_config=Gemma3TextConfig(**GEMMA)), 500)[0] == 500 * 34 * 2 * 4 * 256 * 2
+    size, notes = kept(GptOssConfig(), 5000)
+    assert size == (5000 * 18 + 128 * 18) * 2 * 8 * 64 * 2 and "last 128 positions" in notes
+    size, notes = kept(MistralConfig(sliding_window=4096), 5000)
+    assert size == 4096 * 32 * 2 * 8 * 128 * 2
+    sizes = dict(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, hidden_size=512)
+    assert kept(Qwen2Config(**sizes, sliding_window=64), 5000) == (5000 * 4 * 2 * 2 * 64 * 2, "")
+    assert kept(tiny.config(), 10)[1] == ""
+    odd = tiny.config()
+    odd.layer_types = ["odd_attention"] * odd.num_hidden_layers
+    assert "odd_attention are counted as if they kept every position" in kept(odd, 10)[1]
+    odd.layer_types, odd.num_kv_shared_layers = ["full_attention"] * odd.num_hidden_layers, 1
+    assert read_cache(odd, shape_from_config(odd))[0].full == odd.num_hidden_layers - 1
+
+
+def test_a_recipe_alone_says_what_was_assumed(evaluated, tmp_path):
+    model = read_target("recipes/deepseek-v3-eagle3.yaml", None, 2.0, 2.0)
+    assert "taken as keys and values of all 61 layers" in model.notes[0] and "taken as a dense target" in model.notes[1]
+    assert model.parameters == 671026404352
+    text = run("speedup", "--alpha", "0.8", *GPU)
+    assert "has no config at hand, only target.expect" in text
+    assert "assumed: recipes/llama" in run("advise", evaluated, *GPU[:4])
+    DeepseekV3Config(**DEEPSEEK).save_pretrained(tmp_path / "v3")
+    words = ("--target", tmp_path / "v3", "--parameters", "671026404352", "--device", "h200", "--gpus", "8")
+    text = run("speedup", "--alpha", "0.8", *words)
+    assert "KV cache 70.3 kB a position" in text and "keeps 512 + 64 values" in text
 
 
 def test_sizes_of_a_local_folder_and_of_a_mixture(tmp_path):
@@ -220,6 +375,15 @@ def test_advice_is_a_table_and_reasons(evaluated):
     assert route["strategy"]["label"] == "the head" and route["strategy"]["speedup"] == pytest.approx(tau / 1.5)
 
 
+def test_advice_where_everything_is_refused_has_a_row_and_a_reason(evaluated):
+    loose = case(HEAD, 3, ROUNDS)
+    loose.settings["acceptance"] = "typical"
+    rewrite(evaluated, [loose])
+    text = run("advise", evaluated)
+    assert re.search(r"code\s+0\s+no speculation", text) and "code: every way of drafting" in text
+    assert "refused: the head, k 3: typical acceptance" in text and ">=0.32" not in text
+
+
 def test_advice_under_other_conditions(evaluated):
     slow = run("advise", evaluated, "--cost-ratio", "head=2", "--cost-ratio", "n-gram=0", "--verify-cost", "4:2.5")
     assert "no speculation" in slow and "always" in slow
@@ -228,6 +392,8 @@ def test_advice_under_other_conditions(evaluated):
     assert "must be known" in refused("advise", evaluated, "--concurrency", "8")
     assert "no such drafter; the evaluation has: the head" in refused("advise", evaluated, "--cost-ratio", "x=1")
     assert "expected one number" in refused("advise", evaluated, "--cost-ratio", "x")
+    assert "expected a part of a drafter's label" in refused("advise", evaluated, "--cost-ratio", "=0.05")
+    assert "expected a part of a drafter's label" in refused("advise", evaluated, "--cost-ratio", " =0.05")
     assert "no engine named" in refused("advise", evaluated, "--engine", "none")
     (evaluated / "eval" / "eval.json").write_text("{")
     assert "is no evaluation" in refused("advise", evaluated)

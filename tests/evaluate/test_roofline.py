@@ -14,6 +14,7 @@ from headtrain.config import load_recipe
 from headtrain.evaluate.roofline import (
     DEVICES,
     PLAIN,
+    Cache,
     Capacity,
     Device,
     Draft,
@@ -143,6 +144,29 @@ def test_memory_by_hand():
     assert setup(device=Device("small", 1, 1, 2)).largest_in_memory(PLAIN) == 0
 
 
+def test_layers_that_keep_less_than_all_keys_and_values_by_hand():
+    # 2 full layers, 3 that keep 400 positions, 576 values of 2 bytes in each
+    model = Model(1_000_000_000, 6, 8, 8, 50, cache=Cache(576, full=2, width=1088, windowed=3, window=400))
+    assert model.kv_per_token == 5 * 576 * 2
+    assert model.kv_of(100, 4) == 5 * 104 * 1152
+    assert model.kv_of(1000, 4) == (2 * 1004 + 3 * 404) * 1152
+    s = setup(target=model, draft=Draft())
+    assert s.sequence_bytes(PLAIN) == (2 * 1000 + 3 * 400) * 1152
+    assert s.sequence_bytes(CHAIN) == model.kv_of(1000, 4)
+    # batch 1 moves the weights and the caches; batch 2000 computes 2 flops for each multiplication
+    assert step_seconds(model, GPU, 1, 1, 1000) == pytest.approx((2e9 + (2 * 1001 + 3 * 401) * 1152) / 1e12)
+    flops = 2000 * (2e9 + 2 * 8 * 1088 * (2 * 1000 + 3 * 400))
+    assert step_seconds(model, GPU, 2000, 1, 1000) == pytest.approx(flops / 100e12)
+    # as a model without this field counts: keys and values of all layers
+    assert Model(10**9, 10, 8, 2, 50, cache=Cache(200, 10, 100)).kv_of(7) == TARGET.kv_of(7)
+    assert step_seconds(Model(10**9, 10, 8, 2, 50, cache=Cache(200, 10, 100)), GPU, 400, 5, 1000) == step_seconds(
+        TARGET, GPU, 400, 5, 1000
+    )
+    small = model.cache.smaller(0.5)
+    assert (small.full, small.windowed) == (1, 2)
+    assert Cache(576, 3, 1).smaller(0.01).full == 1
+
+
 @pytest.mark.parametrize("plan", [PLAIN, CHAIN], ids=["plain", "chain"])
 @pytest.mark.parametrize("slo", [0.0025, 0.004, 0.02])
 def test_capacity_is_what_trying_every_batch_finds(plan, slo):
@@ -182,13 +206,25 @@ def test_replicas_of_several_gpus():
 
 
 def test_bad_input():
-    for bad in (0, -1, math.nan, math.inf):
+    for bad in (0, -1, math.nan, math.inf, 1e300):
         with pytest.raises(ValueError, match="SLO"):
             Load(bad, users=1)
         with pytest.raises(ValueError, match="load"):
             Load(1, users=bad)
-        with pytest.raises(ValueError, match="gbps"):
-            Device("x", 1, bad, 1)
+        for name in ("tflops", "gbps", "memory_gb", "efficiency"):
+            with pytest.raises(ValueError, match=name):
+                Device("x", **{**dict(tflops=1, gbps=1, memory_gb=1), name: bad})
+        with pytest.raises(ValueError, match="context"):
+            setup(context=bad)
+        for name in ("parameters", "weight_bytes", "kv_bytes"):
+            with pytest.raises(ValueError, match=name):
+                Model(**{**dict(parameters=1, layers=1, heads=1, kv_heads=1, head_dim=1), name: bad})
+        with pytest.raises(ValueError, match="batch"):
+            setup().speedup(CHAIN, bad)
+        with pytest.raises(ValueError, match="GPUs"):
+            GPU.times(bad)
+    with pytest.raises(ValueError, match="tflops 1e-300"):
+        Device("x", 1e-300, 1, 1)
     for both in ({}, {"users": 1, "tokens_per_second": 1}):
         with pytest.raises(ValueError, match="give either"):
             Load(1, **both)

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from headtrain.evaluate.speedup import (
+    LARGEST_K,
     VerifyCost,
     alphas_to,
     best,
@@ -104,6 +105,36 @@ def test_beyond_the_measured_depths_is_said():
     assert alphas_to([0.5, 0.4, 0.3], 2) == [0.5, 0.4]
 
 
+def test_measured_tokens_a_round_replace_those_of_the_alphas():
+    measured = curve([0.5, 0.4], 0.1, k_max=3, hold_last=True, taus=[1.45, 1.6])
+    assert [p.tau for p in measured] == pytest.approx([1.45, 1.6, 1.6 + 0.5 * 0.4 * 0.4])
+    assert [p.speedup for p in measured] == pytest.approx([p.tau / (p.k * 0.1 + 1) for p in measured])
+
+
+def test_one_step_for_all_depths_is_charged_once():
+    points = curve([0.5, 0.4], 0.1, VerifyCost(((3, 1.4),)), parallel=True)
+    assert [p.cost for p in points] == pytest.approx([0.1 + 1.2, 0.1 + 1.4])
+
+
+def test_the_longest_curve_is_linear_work_and_a_longer_one_is_refused():
+    """Every alpha is read once or twice, not once for each k."""
+
+    class Counted(list):
+        reads = 0
+
+        def __iter__(self):
+            for value in super().__iter__():
+                Counted.reads += 1
+                yield value
+
+    points = curve(Counted([0.5] * LARGEST_K), 0.01)
+    assert len(points) == LARGEST_K and points[-1].tau == pytest.approx(2) and Counted.reads <= 8 * LARGEST_K
+    with pytest.raises(ValueError, match="k 200000: .* at most 4096"):
+        curve([0.5], 0.01, k_max=200_000, hold_last=True)
+    with pytest.raises(ValueError, match="k 4097"):
+        curve([0.5] * 4097, 0.01)
+
+
 def test_verify_cost_is_measured_or_one():
     assert VerifyCost().at(64) == 1
     v = VerifyCost.parse("5:1.4, 9:2")
@@ -114,6 +145,11 @@ def test_verify_cost_is_measured_or_one():
     for text in ("5", "a:b", "5:1.2:3", ""):
         with pytest.raises(ValueError, match="expected tokens:cost pairs"):
             VerifyCost.parse(text)
+    assert VerifyCost(((1, 1.0), (5, 1.4))) == VerifyCost(((5, 1.4),))
+    # T(1) / T(1) is 1, and no forward is cheaper than one of a single token
+    for bad in (((1, 9.0),), ((9, 0.1),), ((9, 0.99),), ((9, 1e300),)):
+        with pytest.raises(ValueError, match="verify cost"):
+            VerifyCost(bad)
     for bad in (((0, 1.0),), ((5, 0.0),), ((5, -1.0),), ((5, math.nan),), ((5, 1.0), (5, 2.0))):
         with pytest.raises(ValueError, match="verify cost"):
             VerifyCost(bad)
@@ -131,7 +167,7 @@ def test_bad_k_and_costs():
     for bad in (lambda: iid_tokens_per_round(0.5, 0), lambda: curve([0.5], 0.1, k_max=0), lambda: alphas_to([0.5], 0)):
         with pytest.raises(ValueError, match="k 0"):
             bad()
-    for c in (-0.1, math.nan, math.inf):
+    for c in (-0.1, math.nan, math.inf, 1e300):
         with pytest.raises(ValueError, match="cost ratio"):
             chain_point([0.5], 1, c)
     with pytest.raises(ValueError, match="no alphas"):
