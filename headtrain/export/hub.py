@@ -160,7 +160,8 @@ def download_export(repo: str, revision: str | None = None) -> Path:
     hub = _Hub(repo)
     with hub.speaking():
         folder = hub.ask(
-            "downloading", lambda api: api.snapshot_download(repo, revision=revision, allow_patterns=list(ALLOWED))
+            "no such folder here, downloading it",
+            lambda api: api.snapshot_download(repo, revision=revision, allow_patterns=list(ALLOWED)),
         )
     return Path(folder)
 
@@ -170,7 +171,7 @@ def download_target(repo: str, revision: str | None = None) -> Path | None:
     hub = _Hub(repo)
     with hub.speaking():
         folder = hub.ask(
-            "downloading",
+            "no such folder here, downloading it",
             lambda api: api.snapshot_download(
                 repo, revision=revision, allow_patterns=list(TARGET_FILES), ignore_patterns=["*/*"]
             ),

@@ -88,7 +88,8 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
             return
         if isinstance(what, int):
-            said = f"refused: {self.headers.get('Authorization')}"  # a server that quotes what it was sent
+            sent = self.headers.get("Authorization") or ""  # a server that quotes what it was sent
+            said = f"refused: {sent} {sent.removeprefix('Bearer ')}"
             return self.answer(what, {"error": said}, self.hub.error_headers)
         with self.hub.lock:
             self.route(path, body)

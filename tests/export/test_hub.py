@@ -240,6 +240,13 @@ def test_the_token_is_in_no_warning_and_no_log_line(hub, export, caplog):
     assert TOKEN not in said and "Signature=signed" not in said
 
 
+def test_a_token_of_any_shape_is_hidden(hub, export, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "another.kind-of/login")
+    hub.faults = [("POST", "/commit/", 403)]
+    with pytest.raises(HubError, match=r"it says: refused: Bearer \*\*\* \*\*\*$"):
+        push_export(plan_push(export), REPO)
+
+
 def test_without_a_login_nothing_is_asked(hub, export, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(HubError, match="not logged in.*hf auth login"):
@@ -281,7 +288,7 @@ def test_a_hub_export_of_a_revision(hub, export, tiny_folder):
         check(REPO, str(tiny_folder))
     with pytest.raises(HubError, match="404"):
         check(REPO, str(tiny_folder), revision="nothing")
-    with pytest.raises(HubError, match=r"me/other: downloading: not found \(404\)"):
+    with pytest.raises(HubError, match=r"me/other: no such folder here, downloading it: not found \(404\)"):
         check("me/other", str(tiny_folder))
 
 
@@ -343,3 +350,14 @@ def test_a_target_on_the_hub_is_identified_from_its_files(hub, export, tiny_fold
     asked = {path.split("/")[-1] for _, path in hub.requests if "/resolve/" in path}
     assert "model.safetensors" in asked and "modeling_evil.py" not in asked
     assert not hub.count("GET", "/original/")
+
+
+def test_a_head_on_the_hub_is_imported(hub, export, tiny_folder, tmp_path):
+    from typer.testing import CliRunner
+
+    from headtrain.cli import app
+
+    hub.add(REPO, {p.name: p.read_bytes() for p in export.iterdir() if p.name != "headtrain.json"})
+    ran = CliRunner().invoke(app, ["import", REPO, "--target", str(tiny_folder), "--out", str(tmp_path / "in")])
+    assert ran.exit_code == 0, ran.output
+    assert Metadata.read(tmp_path / "in").imported is not None
