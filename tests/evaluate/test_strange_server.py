@@ -50,6 +50,8 @@ def test_what_a_strange_server_streams_is_a_failed_record():
     for name, record in found.items():
         assert record.failure == (None if name == "fine" else name.rpartition(" ")[0]), (name, record)
         assert len(record.detail) <= 200
+    endless = list(faults)[-1]
+    assert "a line of more than 4194304 bytes" in found[endless].detail
 
 
 def test_a_prompt_that_cannot_be_sent_costs_its_request_alone():
