@@ -285,13 +285,13 @@ def _route(
     allowed = [c for c in found if not c.barred]
     chosen, reasons = choose([c for c in allowed if ways[c.key]])
     wished, _ = choose(allowed)
-    reasons += _barred(found)
+    barred = _barred(found)
     if wished is not None and not ways[wished.key]:
         among = "of yours" if engines else "that is known"
         reasons.append(f"{_gain(wished)} is left out: no engine {among} ships {wished.mode} drafting of this kind")
         line = f"{route}: {wished.name} is promised for no engine; only headtrain's own decoding has it"
         out.refused.append(line)
-    if not reasons:
+    if not reasons and not barred:
         reasons.append(f"no engine {'of yours' if engines else 'that is known'} ships a way of drafting measured here")
     warnings, off = [], None
     if chosen is not None:
@@ -306,6 +306,7 @@ def _route(
                 "route may gain nothing"
             )
         off = _when_off(chosen, book, group, reasons)
+    reasons += barred
     ordered = sorted(found, key=lambda c: -c.speedup)
     shipped = ways[chosen.key] if chosen else []
     return RouteAdvice(route, temperature, chosen, off, reasons, warnings, shipped, ordered)
