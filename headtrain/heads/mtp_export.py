@@ -52,7 +52,8 @@ FORMS = {
 
 
 def spec(head, dialect: str) -> ExportSpec:
-    """The module's tensors and the whole checkpoint's config. Raises ValueError for what vLLM computes otherwise."""
+    """The module's tensors and the whole checkpoint's config; biases that the module lacks become zeros with those that
+    the target lacks. Raises ValueError for what vLLM computes otherwise."""
     if dialect not in head.dialects:
         raise KeyError(dialect)
     shape, config = head.shape, head.config
@@ -75,11 +76,6 @@ def spec(head, dialect: str) -> ExportSpec:
     sizes |= {"model_type": "qwen2", "num_hidden_layers": shape.num_layers}
     keys = {"architectures": [ARCHITECTURE], **sizes, **rope_forms(shape.rope), "use_sliding_window": False}
     tensors = {PREFIX + name.removeprefix("block."): tensor for name, tensor in head.state_dict().items()}
-    if not bias:
-        attention = head.block.self_attn
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(attention, name).weight
-            tensors[f"{PREFIX}self_attn.{name}.bias"] = weight.new_zeros(weight.shape[0])
     return ExportSpec(
         config=keys | {"num_nextn_predict_layers": 1, BIAS: bias},
         tensors=tensors,
@@ -98,8 +94,6 @@ def target_problems(shape: TargetShape) -> list[str]:
         problems.append(
             f"a target of {shape.num_heads} heads of {shape.head_dim} (it has heads * size = {shape.hidden_size})"
         )
-    if shape.hidden_act != "silu":
-        problems.append(f"a target with {shape.hidden_act} (it has silu alone)")
     if shape.rope.get("partial_rotary_factor", 1.0) != 1.0:
         problems.append("a target that turns a part of each head (it turns all of it)")
     return problems

@@ -266,6 +266,21 @@ def test_only_the_trained_target_goes_in(place):
     assert contents(place / "new") == contents(place / "out")
 
 
+def test_a_config_that_contradicts_the_form_is_refused_without_a_record(rigs):
+    config, cls = config_of(rigs["llama"] / "out"), HEADS["mtp"]
+    for key, value in (
+        ("architectures", ["Qwen2ForCausalLM"]), ("model_type", "llama"), ("num_nextn_predict_layers", 2),
+        ("hidden_act", "gelu"), ("tie_word_embeddings", True), ("use_sliding_window", True),
+        ("mtp_attention_bias", None),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=key):
+            cls.expected_tensors("vllm", config | {key: value})
+    shape = load_target(TargetSection(path=str(rigs["llama"] / "target"))).shape
+    rope = {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    head = cls.from_export("vllm", config | rope, read_weights(rigs["llama"] / "out"), shape)
+    assert head.shape.rope["rope_theta"] == 5e5  # as the engine reads it
+
+
 def swap(tensors):
     a, b = MODULE + "token_layernorm.weight", MODULE + "hidden_layernorm.weight"
     tensors[a], tensors[b] = tensors[b], tensors[a]
