@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,10 @@ class Maker:
         """Raises RecipeError, MetadataError, TokenizerMismatch."""
         name, _, more = spec.partition(":")
         if name in LOOKUPS:
-            return LookupDrafter(LOOKUPS[name], **_numbers(spec, more, ("longest", "shortest")))
+            try:
+                return LookupDrafter(LOOKUPS[name], **_numbers(spec, more, ("longest", "shortest")))
+            except ValueError as error:
+                raise RecipeError(f"--drafter {spec}: {error}") from None
         if name == "model":
             if not more:
                 raise RecipeError(f"--drafter {spec}: which model? write model:FOLDER")
@@ -43,23 +47,26 @@ class Maker:
         if name == "head" and self.run is None:
             raise RecipeError("--drafter head: give the RUN whose head it is")
         folder = self.run if name == "head" else Path(spec)
-        if not folder.exists():
+        if not folder.is_dir():
             raise RecipeError(f"--drafter {spec}: no such folder, and not one of head, model:, {', '.join(LOOKUPS)}")
         head, metadata, where = read_head(folder)
         require_same_target(metadata, self.target.identity, where)
         head.attach(self.target.weights())
-        return HeadDrafter(head.to(self.target.device))
+        name = None if folder == self.run else f"{metadata.head.kind} of {folder}"
+        return HeadDrafter(head.to(self.target.device), name=name, trained_depth=metadata.head.depth)
 
     def tree(self, drafter: Drafter, nodes: int, depth: int) -> tuple[Drafter, int]:
         """The same drafter, drafting trees of ``nodes`` nodes, and their depth (``depth`` for a lookup): a static
         tree from measured rank accuracies where each
         depth has its own module, EAGLE-2's dynamic one where one module unrolls, several occurrences for a lookup."""
         if isinstance(drafter, LookupDrafter):
-            branches = max(2, nodes // depth)
+            depth = self.tree_depth or depth
+            branches = self.branch or max(2, nodes // depth)
             return LookupDrafter(drafter.where, drafter.longest, drafter.shortest, branches, nodes), depth
         if isinstance(drafter, HeadDrafter):
             plan = self._static(drafter, nodes) if drafter.max_k is not None else self._dynamic(drafter, nodes)
-            return HeadDrafter(drafter.head, plan), plan.depth
+            same = {"name": drafter.name, "trained_depth": drafter.trained_depth}
+            return HeadDrafter(drafter.head, plan, **same), plan.depth
         plan = self._dynamic(drafter, nodes)
         return ModelDrafter(drafter.model, self.target, plan), plan.depth
 
@@ -86,12 +93,12 @@ class Maker:
 
 
 def numbers(option: str, text: str, kind: type, low: float) -> list:
-    """ "1,2,3" as distinct numbers of at least ``low``. Raises RecipeError."""
+    """ "1,2,3" as distinct finite numbers of at least ``low``. Raises RecipeError."""
     try:
         found = [kind(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or any(not value >= low for value in found):
+    if not found or any(not low <= value < math.inf for value in found):
         raise RecipeError(f"{option} {text}: expected numbers of at least {low:g}, separated by commas")
     return list(dict.fromkeys(found))
 
@@ -100,7 +107,7 @@ def _numbers(spec: str, more: str, names: Sequence[str]) -> dict[str, int]:
     out = {}
     for part in filter(None, more.split(",")):
         name, _, value = part.partition("=")
-        if name not in names or not value.isdigit():
+        if name not in names or not (value.isascii() and value.isdigit()):
             raise RecipeError(f"--drafter {spec}: expected {', '.join(f'{n}=NUMBER' for n in names)}, found {part!r}")
         out[name] = int(value)
     return out

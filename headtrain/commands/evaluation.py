@@ -10,16 +10,23 @@ from typing import Annotated, get_args
 import typer
 
 from ..config import Recipe, RecipeError, TargetSection
+from ..data import DataError
+from ..decode.draft_model import TokenizerMismatch
 from ..decode.drafters import Drafter, HeadDrafter
 from ..decode.generate import Acceptance
 from ..evaluate.acceptance import Case, Settings, describe_target, load_prompts, measure, versions
 from ..evaluate.report import html_report, tables
 from ..evaluate.stored import measure_stored
 from ..evaluate.sweep import Sweep
-from ..metadata import write_text
+from ..heads.io import FILE
+from ..metadata import MetadataError, write_text
+from ..target.shape import TargetError
+from ..train.checkpoint import CheckpointError
+from ..train.lock import run_lock
 from .common import (
     TargetOption,
     checkpoint_of,
+    err,
     load_for,
     out,
     read_head,
@@ -29,7 +36,8 @@ from .common import (
 )
 from .drafters import Maker, numbers
 
-JOURNAL = "eval.unfinished"
+JOURNAL, LOCK = "eval.unfinished", "eval.lock"
+USER_ERRORS = (RecipeError, DataError, MetadataError, TokenizerMismatch, CheckpointError, TargetError)  # say enough
 
 
 def evaluate(
@@ -75,7 +83,7 @@ def evaluate(
     limit_per_route: Annotated[
         int | None, typer.Option(min=1, help="prompts of each route; stored: of all rows")
     ] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**62)] = None,
     to: Annotated[
         Path | None, typer.Option("--out", help="folder for eval.json and eval.html; default: RUN/eval")
     ] = None,
@@ -109,6 +117,15 @@ def evaluate(
         raise RecipeError(f"--acceptance {acceptance}: expected {' or '.join(get_args(Acceptance))}")
     if acceptance == "typical" and (mode != "decode" or server is not None):
         raise RecipeError("--acceptance typical: only by decoding here (--mode decode, no --server)")
+    if run is not None and not run.is_dir():
+        raise RecipeError(f"no run, checkpoint or export at {run}")
+    _refuse_ignored(
+        mode,
+        server,
+        {"--drafter": drafter, "--tree": tree, "--tree-depth": tree_depth, "--branch": branch},
+        {"--prompts": prompts, "--temperature": temperature},
+        {"--k": k, "RUN": run, "--target": target},
+    )
     recipe = recipe_of(run) if run else None
     settings = recipe.eval if recipe else None
 
@@ -132,9 +149,16 @@ def evaluate(
         if len(warm) > 1:
             raise RecipeError("--server: one --temperature at a time")
         places = tuple(numbers("--concurrency", concurrency, int, 1))
-        load = Load(places, max_tokens=tokens, temperature=warm[0], requests=requests, timeout=timeout, seed=seed)
+        try:
+            load = Load(
+                places, max_tokens=tokens, temperature=warm[0], top_p=top_p, top_k=top_k, requests=requests,
+                timeout=timeout, seed=seed,
+            )  # fmt: skip
+            slo = Slo(slo_tpot_ms, slo_ttft_ms)
+        except ValueError as error:
+            raise RecipeError(f"--server: {error}") from None
         served = run_server(
-            server, specs, to, out, load=load, slo=Slo(slo_tpot_ms, slo_ttft_ms), model=model,
+            server, specs, to, out, load=load, slo=slo, model=model,
             api_key_env=api_key_env, limit_per_route=limit_per_route, baseline=baseline,
         )  # fmt: skip
         if served.interrupted:
@@ -156,8 +180,11 @@ def evaluate(
         )
         limit = pick("limit_per_route", limit_per_route, None)
         shared = Settings(top_p=top_p, top_k=top_k, max_new_tokens=tokens, seed=seed, acceptance=acceptance)
-        to.mkdir(parents=True, exist_ok=True)
-        sweep = _decoded(wanted, run, recipe, target_section(target, recipe), specs, limit, shared, to / JOURNAL)
+        section = target_section(target, recipe)
+        with run_lock(to, err, LOCK, "evaluates"):
+            _show(_decoded(wanted, run, recipe, section, specs, limit, shared, to / JOURNAL), to)
+            (to / JOURNAL).unlink(missing_ok=True)  # only now: until the results are written it is all there is
+        return
     else:
         raise RecipeError(f"--mode {mode}: expected decode, replay or stored")
     _show(sweep, to)
@@ -203,12 +230,27 @@ def _decoded(
     journal: Path,
 ) -> Sweep:
     loaded = load_for(target, run)
-    cases = wanted.cases(Maker(loaded, run, recipe, wanted.branch, wanted.tree_depth))
-    found = load_prompts(loaded.tokenizer, prompts, limit)
     try:
+        cases = wanted.cases(Maker(loaded, run, recipe, wanted.branch, wanted.tree_depth))
+        found = load_prompts(loaded.tokenizer, prompts, limit)
         return measure(loaded, cases, found, settings, journal=journal)
+    except USER_ERRORS:
+        raise
     except ValueError as error:
         raise RecipeError(f"evaluation: {error}") from None
+
+
+def _refuse_ignored(mode: str, server: str | None, drafting: dict, stored: dict, serving: dict) -> None:
+    """An option that the mode would pass over gets an error, not an answer to another question."""
+    ignored: dict = {}
+    if server is not None:
+        ignored, what = drafting | {name: serving[name] for name in ("--k", "RUN", "--target")}, "--server"
+        if mode != "decode":
+            raise RecipeError(f"--server and --mode {mode} exclude each other")
+    elif mode == "stored":
+        ignored, what = drafting | stored, "--mode stored (the head's greedy chains on the run's stored rows)"
+    if given := [name for name, value in ignored.items() if value not in (None, [])]:
+        raise RecipeError(f"{what} does not use {', '.join(given)}: leave it out, or evaluate in another mode")
 
 
 def _stored(run: Path | None, recipe: Recipe | None, target: str | None, ks: list[int], limit: int | None) -> Sweep:
@@ -228,7 +270,7 @@ def _stored(run: Path | None, recipe: Recipe | None, target: str | None, ks: lis
     store = FeatureStore(folder)
     head.attach(loaded.weights())
     try:
-        drafter = HeadDrafter(head.to(loaded.device))
+        drafter = HeadDrafter(head.to(loaded.device), trained_depth=metadata.head.depth)
         return measure_stored(store, drafter, ks or [5], describe_target(loaded), versions(loaded), limit=limit)
     except ValueError as error:
         raise RecipeError(f"evaluation: {error}") from None
@@ -260,6 +302,10 @@ def report(run: Annotated[Path, typer.Argument(help="a run that was evaluated")]
 
 
 def _made(run: Path, figures: Path) -> Sequence[tuple[str, Path]]:
-    files = {"head": checkpoint_of(run), "curve": run / "metrics.jsonl", "figures": figures}
+    try:
+        head = checkpoint_of(run)
+    except CheckpointError:  # an export, or an evaluation of other drafters only
+        head = run / FILE
+    files = {"head": head, "curve": run / "metrics.jsonl", "figures": figures}
     files |= {"report": run / "eval" / "eval.html", "features": run / "features"}
     return [*files.items(), *(("export", path.parent) for path in sorted(run.glob("export*/config.json")))]

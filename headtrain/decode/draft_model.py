@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import digest
 from ..heads.base import Session
 from ..target.model import Target
 from .drafters import SessionDrafter
@@ -38,15 +39,20 @@ class ModelDrafter(SessionDrafter):
             )
         return _ModelSession(self.model, prompt[:1], min(self.model.shape.vocab_size, self.vocab_size))
 
+    @property
+    def label(self) -> str:
+        return f"the draft model {self.model.identity.name}"
+
     def describe(self) -> dict[str, Any]:
         identity = self.model.identity
         return {
             "kind": "draft-model",
+            "name": f"model {identity.name}",
             "family": "draft model",
-            "label": f"the draft model {identity.name}",
+            "label": self.label,
             "parameters": sum(p.numel() for p in self.model.model.parameters()),
-            "name": identity.name,
-            "weights": identity.weights,
+            "target": identity.name,
+            "weights": digest(identity.weights),
             "dtype": identity.dtype,
             "model_type": self.model.shape.model_type,
         }
@@ -87,7 +93,7 @@ class _ModelSession(Session):
 
 def check_tokenizers(draft: Target, target: Target) -> None:
     """Every id that the target can take in and the draft model can emit must be the same token in both; special
-    tokens too. Ids that only one of them has do no harm: they are never drafted."""
+    tokens too. Ids beyond the smaller embedding do no harm: they are never drafted."""
     if draft.tokenizer is None or target.tokenizer is None:
         raise TokenizerMismatch("a draft model can be used only where both tokenizers are at hand to compare")
     shared = min(draft.shape.vocab_size, target.shape.vocab_size)

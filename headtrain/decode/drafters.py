@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..heads.base import DraftHead, Session
+from ..heads.io import fingerprint
 from ..types import Proposal
 from .tree import DynamicTree, StaticTree, chain
 from .verify import sample, strike, warp
@@ -57,8 +59,8 @@ class Drafter(Protocol):
         the last of them the newest of the text; layers [n, L, H], final [n, H]."""
 
     def describe(self) -> dict[str, Any]:
-        """For the record: kind, family ("head", "lookup", "draft model"), label, parameters, and what else tells
-        this drafter from another."""
+        """For the record: kind, family ("head", "lookup", "draft model"), name and label (short and long, unlike those
+        of any other drafter beside it), parameters, and what else tells this drafter from another."""
 
 
 class SessionDrafter:
@@ -83,6 +85,7 @@ class SessionDrafter:
     # -- what a subclass gives ---------------------------------------------------------------------------------
 
     vocab_size: int
+    label: str
 
     def open(self, prompt: Tensor, max_length: int) -> Session:
         raise NotImplementedError
@@ -97,12 +100,14 @@ class SessionDrafter:
         return "" if self.plan is None else str(self.plan)
 
     def check(self, k: int, context: int) -> None:
-        kind = self.describe()["label"]
+        kind = self.label
         if self.max_k is not None and k > self.max_k:
             raise ValueError(
                 f"a draft {k} tokens deep was asked for, but {kind} drafts at most {self.max_k}: set k to "
                 f"{self.max_k} or less"
             )
+        if k >= context:
+            raise ValueError(f"a draft {k} tokens deep does not fit the target's context of {context}: set a smaller k")
         if self.plan is not None and self.plan.nodes >= context:
             raise ValueError(
                 f"a {self.plan} and the token above it need {self.plan.nodes + 1} positions, the target's context "
@@ -226,26 +231,46 @@ class _Pool:
 class HeadDrafter(SessionDrafter):
     """Drafts from a trained head."""
 
-    def __init__(self, head: DraftHead, plan: StaticTree | DynamicTree | None = None) -> None:
-        """head: on the target's device, with the target's tensors attached."""
+    def __init__(
+        self,
+        head: DraftHead,
+        plan: StaticTree | DynamicTree | None = None,
+        *,
+        name: str | None = None,
+        trained_depth: int | None = None,
+    ) -> None:
+        """head: on the target's device, with the target's tensors attached. name: tells it from another head of its
+        kind; default: the kind. trained_depth: where the head's config does not know it (an engine's form)."""
         super().__init__(plan)
+        self.name = name or head.config.kind
         self.head = head.eval()
         wants = head.wants()
-        self.layers, self.trained_depth, self.max_k = wants.layers, wants.depth, head.max_depth
+        self.layers, self.trained_depth, self.max_k = wants.layers, trained_depth or wants.depth, head.max_depth
         self.draft_ids, self.vocab_size = head.draft_ids, head.shape.vocab_size
 
     def open(self, prompt: Tensor, max_length: int) -> Session:
         return self.head.session(max_length)
 
+    @property
+    def label(self) -> str:
+        return f"the {self.name} head"
+
+    @cached_property
+    def weights(self) -> str:
+        return fingerprint(self.head)
+
     def describe(self) -> dict[str, Any]:
         head = self.head
         return {
             "kind": head.config.kind,
+            "name": self.name,
             "family": "head",
-            "label": f"the {head.config.kind} head",
+            "label": self.label,
+            "weights": self.weights,
+            "parallel": head.parallel,
             "parameters": sum(p.numel() for p in head.parameters()),
             "config": head.config.model_dump(mode="json"),
-            "depth": head.wants().depth,
+            "depth": self.trained_depth,
             "draft_vocab": head.draft_vocab_size,
             "dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
         }

@@ -16,6 +16,8 @@ from torch import Tensor
 from ..types import Proposal
 from .drafters import Sampling
 
+LONGEST, SHORTEST = 4, 2  # tokens of a match
+
 Where = Literal["text", "prompt", "answer"]
 
 
@@ -29,7 +31,12 @@ class LookupDrafter:
     max_k = None
 
     def __init__(
-        self, where: Where = "text", longest: int = 4, shortest: int = 2, branches: int = 1, nodes: int = 32
+        self,
+        where: Where = "text",
+        longest: int = LONGEST,
+        shortest: int = SHORTEST,
+        branches: int = 1,
+        nodes: int = 32,
     ) -> None:
         if not 1 <= shortest <= longest:
             raise ValueError(f"shortest {shortest}, longest {longest}: expected 1 <= shortest <= longest")
@@ -42,15 +49,21 @@ class LookupDrafter:
         return "" if self.branches == 1 else f"tree of {self.branches} occurrences, {self.nodes} nodes"
 
     def check(self, k: int, context: int) -> None:
+        if k >= context:
+            raise ValueError(f"a draft {k} tokens deep does not fit the target's context of {context}: set a smaller k")
         if self.branches > 1 and self.nodes >= context:
             raise ValueError(f"a {self.tree} does not fit the target's context of {context}: draft fewer nodes")
 
     def describe(self) -> dict[str, Any]:
-        names = {"text": "n-gram lookup", "prompt": "prompt lookup", "answer": "n-gram lookup in the answer"}
+        kind = {"text": "ngram", "prompt": "prompt-lookup", "answer": "answer-lookup"}[self.where]
+        words = {"text": "n-gram lookup", "prompt": "prompt lookup", "answer": "n-gram lookup in the answer"}
+        usual = (self.longest, self.shortest) == (LONGEST, SHORTEST)
+        sizes = "" if usual else f" {self.longest}-{self.shortest}"
         return {
-            "kind": {"text": "ngram", "prompt": "prompt-lookup", "answer": "answer-lookup"}[self.where],
+            "kind": kind,
+            "name": kind + sizes,
             "family": "lookup",
-            "label": names[self.where],
+            "label": words[self.where] + sizes,
             "parameters": 0,
             "longest": self.longest,
             "shortest": self.shortest,

@@ -7,6 +7,7 @@ arXiv 2406.16858). A chain is the static tree of first ranks.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ class StaticTree:
         return [number.get(path[:-1], -1) for path in self.paths]
 
     def __str__(self) -> str:
-        return f"static tree of {self.nodes} nodes, depth {self.depth}"
+        which = hashlib.sha256(repr(self.paths).encode()).hexdigest()[:6]  # of many with as many nodes
+        return f"static tree {which} of {self.nodes} nodes, depth {self.depth}"
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ from ..decode.generate import Acceptance, Generation, Round, generate
 from .journal import Journal
 from .progress import progress
 from .replay import match, replay
-from .results import DECODE, REPLAY, Difference, Evaluation, PromptResult, Side
+from .results import ALL, DECODE, REPLAY, Difference, Evaluation, PromptResult, Side
 from .sweep import Sweep
 
 if TYPE_CHECKING:
@@ -63,8 +63,18 @@ def load_prompts(
         while messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         asked = changed(conversation, messages=messages, verbatim=False)
-        prompts.append(Prompt(renderer.prompt_ids(asked), conversation.route or "other", conversation.id))
+        prompts.append(Prompt(renderer.prompt_ids(asked), route_name(conversation.route), _text(conversation.id)))
     return prompts
+
+
+def route_name(route: str) -> str:
+    """As reports have it: never empty, never the name of the total."""
+    return f"{ALL} (route)" if route == ALL else _text(route) or "other"
+
+
+def _text(name: str) -> str:
+    """Without lone surrogates, which JSON can hold and no file can."""
+    return name.encode("utf-8", "replace").decode("utf-8")
 
 
 @dataclass(frozen=True)
@@ -103,9 +113,9 @@ def measure(
 
     The decodings of a prompt follow each other, in an order that rotates from prompt to prompt, so that a machine that
     grows slower or warmer hits all alike; short untimed decodings come first. journal: a file that each finished
-    prompt is appended to; an interrupted measurement of the same cases and prompts goes on from there, and the file is
-    removed at the end. Raises ValueError for no prompts, a draft that a drafter cannot make, a prompt longer than the
-    target's context, or a replay of anything but greedy chains.
+    prompt is appended to; an interrupted measurement of the same cases and prompts, on the same machine, goes on from
+    there. It is left to the caller, who removes it once the results are safe. Raises ValueError for no prompts, a draft
+    that a drafter cannot make, a prompt longer than the target's context, or a replay of anything but greedy chains.
     """
     if not prompts:
         raise ValueError("no prompts to evaluate")
@@ -124,7 +134,8 @@ def measure(
     sweep = Sweep(describe_target(target), versions(target), [run.empty(case) for case in cases])
     for case in sweep.cases:
         case.target, case.versions = sweep.target, sweep.versions
-    key = digest([sweep.target, [[c.drafter, c.settings] for c in sweep.cases], [[p.ids, p.route] for p in prompts]])
+    asked = [[c.drafter, c.settings] for c in sweep.cases]
+    key = digest([sweep.target, sweep.versions, asked, [[p.ids, p.route] for p in prompts]])
     with Journal(journal, key) as done, progress(len(prompts), "decoding", quiet) as advance:
         if len(done) < len(prompts):
             run.warm_up(prompts[0])

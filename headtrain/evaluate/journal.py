@@ -10,13 +10,14 @@ from typing import Any
 
 class Journal:
     """A list that is also on disk. The first line names what is being measured; a journal of anything else, and a
-    line that an interruption cut off, are dropped. path None: in memory only."""
+    line that an interruption cut off, are dropped. It stays when the work is done: who has written the results removes
+    it. path None: in memory only."""
 
     def __init__(self, path: Path | None, key: str) -> None:
         self.path, self.records = path, []
         if path is None:
             return
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
         if lines and _parsed(lines[0]) == {"key": key}:
             for line in lines[1:]:
                 record = _parsed(line)
@@ -44,12 +45,9 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Whole work needs no journal."""
+    def __exit__(self, *_: object) -> None:
         if self.path is not None:
             self.file.close()
-            if kind is None:
-                self.path.unlink()
 
 
 def _parsed(line: str) -> Any:

@@ -65,9 +65,9 @@ def match(target: Target, drafter: Drafter, prompt: Sequence[int], answer: Seque
     text = torch.tensor([*prompt, *answer], dtype=torch.int64, device=target.device)
     nothing = torch.zeros(len(text), 0, 1), torch.zeros(len(text), 1)
     greedy = Sampling(0.0, 1.0, 0, torch.Generator())
-    drafter.start(text[: len(prompt)], len(text))
+    drafter.start(text[: len(prompt)], len(text) - 1)  # nothing is drafted after the last token, which is never fed
     proposed, right, fed = [], [], 1
-    for newest in range(len(prompt), len(text)):
+    for newest in range(len(prompt), len(text) - 1):
         proposal = drafter.draft(text[fed : newest + 1], *(x[fed : newest + 1] for x in nothing), k, greedy)
         fed = newest + 1
         tokens = [] if proposal is None else proposal.tokens.tolist()
@@ -75,7 +75,7 @@ def match(target: Target, drafter: Drafter, prompt: Sequence[int], answer: Seque
         wrong = [j for j, (a, b) in enumerate(zip(tokens, follows, strict=False)) if a != b]
         proposed.append(len(tokens))
         right.append(wrong[0] if wrong else len(follows))
-    return Matches(proposed, right)
+    return Matches([*proposed, 0], [*right, 0])
 
 
 def match_row(drafter: HeadDrafter, batch: Batch, features: Features, start: int, count: int, k: int) -> Matches:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from rich import box
+from rich.markup import escape as plain
 from rich.table import Table
 
 from .curves import Series, html_list, html_table, line_plot, page
@@ -15,6 +16,7 @@ from .sweep import Sweep
 
 NOT_LOSSLESS = "typical acceptance: NOT lossless, the text is not distributed as the target's own"
 BLUE, GREY = "#2f6fb3", "#9aa5b1"
+SHOWN = 10  # depths that the tables show; eval.json has them all
 
 
 def tables(sweep: Sweep) -> list[Table]:
@@ -29,12 +31,12 @@ def route_table(case: Evaluation) -> Table:
     k = case.settings["k"]
     out = _table("\n".join(caption(case)))
     out.add_column("route", no_wrap=True, max_width=13)
-    for name in ("n", "tau ±", *[f"α{j}" for j in range(1, k + 1)], "plain", "spec", "speed", "equal"):
+    for name in ("n", "tau ±", *[f"α{j}" for j in range(1, min(k, SHOWN) + 1)], "plain", "spec", "speed", "equal"):
         out.add_column(name, justify="right", no_wrap=True)
     for s in case.summaries():
         if s.route == ALL:
             out.add_section()
-        out.add_row(*cells(s), style="bold" if s.route == ALL else "")
+        out.add_row(*map(plain, cells(s)), style="bold" if s.route == ALL else "")
     return out
 
 
@@ -61,7 +63,7 @@ def case_table(sweep: Sweep) -> Table:
     for case in sweep.cases:
         s = case.summary()
         out.add_row(
-            title(case),
+            plain(title(case)),
             _tau(s),
             _number(s.nodes, ".1f"),
             _number(1e3 * s.draft_step, ".1f"),
@@ -80,9 +82,9 @@ def matrix(sweep: Sweep) -> Table:
     out = _table("tau by route")
     out.add_column("drafter", overflow="fold")
     for route in routes:
-        out.add_column(route, justify="right", no_wrap=True, max_width=9)
+        out.add_column(plain(route), justify="right", no_wrap=True, max_width=9)
     for case in sweep.cases:
-        out.add_row(title(case), *(_number(case.summary(route).tau, ".2f") for route in routes))
+        out.add_row(plain(title(case)), *(_number(case.summary(route).tau, ".2f") for route in routes))
     return out
 
 
@@ -90,7 +92,12 @@ def title(case: Evaluation) -> str:
     """ "eagle3, chain of 5", with the temperature where it is not greedy and the mode where it was not decoded."""
     t, mode = case.settings["temperature"], case.settings["mode"]
     warm = (f", T {t:g}" if t else "") + ("" if case.lossless else ", typical acceptance (not lossless)")
-    return f"{case.drafter['kind']}, {case.shape}{warm}" + (f" ({mode})" if mode != DECODE else "")
+    return f"{drafter_name(case)}, {case.shape}{warm}" + (f" ({mode})" if mode != DECODE else "")
+
+
+def drafter_name(case: Evaluation) -> str:
+    """Of the drafter, unlike that of any other beside it."""
+    return case.drafter.get("name") or case.drafter["kind"]
 
 
 def cells(s: RouteSummary) -> list[str]:
@@ -99,7 +106,7 @@ def cells(s: RouteSummary) -> list[str]:
         s.route,
         str(s.prompts),
         _tau(s),
-        *[f"{a / o:.2f}".removeprefix("0")[:3] if o else "-" for a, o in s.alpha],
+        *[f"{a / o:.2f}".removeprefix("0")[:3] if o else "-" for a, o in s.alpha[:SHOWN]],
         _number(s.plain_rate, ".0f" if s.plain_rate >= 100 else ".1f"),
         _number(s.speculative_rate, ".0f" if s.speculative_rate >= 100 else ".1f"),
         _number(s.speedup, ".2f", "x"),
@@ -112,7 +119,7 @@ def caption(case: Evaluation) -> list[str]:
     s, settings = case.summary(), case.settings
     how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
     lines = [
-        f"{case.drafter['kind']} on {case.target['name']} ({case.target['dtype']}), {case.shape}, {how}, "
+        f"{drafter_name(case)} on {case.target['name']} ({case.target['dtype']}), {case.shape}, {how}, "
         f"up to {settings['max_new_tokens']} new tokens",
         "tau: tokens for each target forward, the target's own included, ± 95 % over prompts; "
         "αk: k-th draft accepted where all before were; plain, spec: tokens/s without and with drafts",
@@ -166,18 +173,19 @@ def html_report(sweep: Sweep) -> str:
         sections.append((title(case), _routes_html(case) + html_list(caption(case))))
     made = ", ".join(f"{name} {value}" for name, value in sweep.versions.items())
     sections.append(("Made with", html_list([made])))
-    kinds = ", ".join(dict.fromkeys(case.drafter["kind"] for case in sweep.cases))
+    kinds = ", ".join(dict.fromkeys(map(drafter_name, sweep.cases)))
     return page(f"{kinds} on {sweep.target['name']}", sections)
 
 
 def _routes_html(case: Evaluation) -> str:
     """A row for each route; acceptance as accepted/offered, cumulative in brackets."""
-    names = ["route", "prompts", "tau (95 %)", *[f"α{j}" for j in range(1, case.settings["k"] + 1)]]
+    names = ["route", "prompts", "tau (95 %)", *[f"α{j}" for j in range(1, min(case.settings["k"], SHOWN) + 1)]]
     names += ["nodes a round", "draft ms", "verify ms", "tokens/s plain", "with drafts", "speed-up", "identical"]
     rows = []
     for s in case.summaries():
         alpha = [
-            f"{a / o:.2f} {a}/{o} ({c:.2f})" if o else "-" for (a, o), c in zip(s.alpha, s.cumulative, strict=True)
+            f"{a / o:.2f} {a}/{o} ({c:.2f})" if o else "-"
+            for (a, o), c in zip(s.alpha[:SHOWN], s.cumulative, strict=False)
         ]
         tau = f"{s.tau:.2f}{_interval(s)}" if s.rounds else "-"
         times = [_number(1e3 * s.draft_step, ".1f"), _number(1e3 * s.verify_step, ".1f")]
@@ -218,7 +226,8 @@ def _deepest(sweep: Sweep) -> list[Evaluation]:
 
 
 def _key(case: Evaluation) -> tuple:
-    return case.drafter["kind"], case.drafter["label"], case.settings["temperature"], case.settings["mode"]
+    drafter, settings = case.drafter, case.settings
+    return drafter["label"], drafter.get("weights"), settings["temperature"], settings["mode"], case.lossless
 
 
 def _over_k(sweep: Sweep, what: str) -> list[Series]:
@@ -232,7 +241,7 @@ def _over_k(sweep: Sweep, what: str) -> list[Series]:
         points = sorted((float(c.settings["k"]), getattr(c.summary(), what)) for c in cases)
         if len(points) > 1 and any(math.isfinite(y) for _, y in points):
             t = cases[0].settings["temperature"]
-            series.append(Series(cases[0].drafter["kind"] + (f", T {t:g}" if t else ""), points))
+            series.append(Series(drafter_name(cases[0]) + (f", T {t:g}" if t else ""), points))
     return series
 
 
@@ -262,7 +271,7 @@ def bars(items: Sequence[tuple[str, float, str]], start: float = 0.0) -> str:
 
 
 def _table(caption: str) -> Table:
-    return Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left", caption_style="dim")
+    return Table(box=box.SIMPLE_HEAD, padding=0, caption=plain(caption), caption_justify="left", caption_style="dim")
 
 
 def _tau(s: RouteSummary) -> str:

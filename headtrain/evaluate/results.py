@@ -55,6 +55,11 @@ class Difference:
     speculative: int | None
     gap: float
 
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Difference:
+        """JSON has no NaN: an unknown gap comes as null."""
+        return cls(**{**data, "gap": math.nan if data["gap"] is None else float(data["gap"])})
+
 
 @dataclass(frozen=True)
 class PromptResult:
@@ -78,7 +83,7 @@ class PromptResult:
             "plain": Side(**data["plain"]),
             "speculative": Side(**data["speculative"]),
             "rounds": [Round(*x) for x in data["rounds"]],
-            "difference": None if data["difference"] is None else Difference(**data["difference"]),
+            "difference": None if data["difference"] is None else Difference.from_dict(data["difference"]),
         }
         return cls(**{**data, **more})
 
@@ -131,6 +136,8 @@ class Evaluation:
     settings: dict[str, Any]
     versions: dict[str, Any]
     results: list[PromptResult] = field(default_factory=list)
+    _summaries: dict[str, RouteSummary] = field(default_factory=dict, repr=False, compare=False)
+    _summarised: int = field(default=0, repr=False, compare=False)  # results that the summaries are of
 
     @property
     def routes(self) -> list[str]:
@@ -138,7 +145,15 @@ class Evaluation:
         return list(dict.fromkeys(r.route for r in self.results))
 
     def summary(self, route: str = ALL) -> RouteSummary:
-        return summarise(route, self._of(route), self.settings)
+        if self._summarised != len(self.results):
+            self._summaries, self._summarised = {}, len(self.results)
+        if not self._summaries:
+            groups: dict[str, list[PromptResult]] = {route: [] for route in self.routes}
+            for r in self.results:
+                groups[r.route].append(r)
+            groups[ALL] = self.results
+            self._summaries = {name: summarise(name, group, self.settings) for name, group in groups.items()}
+        return self._summaries[route]
 
     @property
     def timed(self) -> bool:
@@ -152,9 +167,6 @@ class Evaluation:
     def summaries(self) -> list[RouteSummary]:
         """One for each route, and ``ALL`` last."""
         return [self.summary(route) for route in [*self.routes, ALL]]
-
-    def _of(self, route: str) -> list[PromptResult]:
-        return [r for r in self.results if route in (r.route, ALL)]
 
     @property
     def differences(self) -> list[PromptResult]:
@@ -202,10 +214,33 @@ class Evaluation:
         try:
             results = [PromptResult.from_dict(r) for r in data["results"]]
             case = cls(target, data["drafter"], data["settings"], versions, results)
-            case.summaries()
-        except (KeyError, TypeError) as error:
+            case.check()
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a damaged evaluation: {type(error).__name__}: {error}") from None
         return case
+
+    def check(self) -> None:
+        """Raises ValueError, KeyError or TypeError for a record that no measurement leaves."""
+        for name in ("kind", "family", "label"):
+            if not isinstance(self.drafter[name], str):
+                raise ValueError(f"a damaged evaluation: drafter.{name} is {self.drafter[name]!r}, expected a text")
+        k, t = self.settings["k"], self.settings["temperature"]
+        if not isinstance(k, int) or k < 1 or not 0 <= t < math.inf:
+            raise ValueError(f"a damaged evaluation: k {k!r}, temperature {t!r}")
+        for name in ("tree", "mode"):
+            if not isinstance(self.settings[name], str):
+                raise ValueError(f"a damaged evaluation: settings.{name} is {self.settings[name]!r}, expected a text")
+        for r in self.results:
+            if not (isinstance(r.route, str) and isinstance(r.id, str)):
+                raise ValueError(f"a damaged evaluation: a result of route {r.route!r}, id {r.id!r}")
+            for x in r.rounds:
+                counts = (x.drafted, x.accepted, x.committed, x.nodes)
+                sound = all(isinstance(n, int) and n >= 0 for n in counts)
+                if not sound or x.accepted > x.drafted or not x.accepted <= x.committed <= x.accepted + 1:
+                    raise ValueError(f"a damaged evaluation: {r.id} has a round of {counts}, which cannot be")
+            for side in (r.plain, r.speculative):
+                if side.tokens < 0 or any(not 0 <= s < math.inf for s in (side.prefill, side.decode)):
+                    raise ValueError(f"a damaged evaluation: {r.id} has {side}")
 
 
 def clean(value: Any) -> Any:
@@ -220,13 +255,13 @@ def clean(value: Any) -> Any:
 def alpha_counts(rounds: Sequence[Round], k: int) -> list[tuple[int, int]]:
     """[accepted, offered] for depths 1..k. The j-th token of a round was offered where it was drafted and all before
     it were accepted."""
-    return [
-        (
-            sum(r.accepted >= j for r in rounds),
-            sum(r.drafted >= j and r.accepted >= j - 1 for r in rounds),
-        )
-        for j in range(1, k + 1)
-    ]
+    accepted, offered = [0] * (k + 2), [0] * (k + 2)
+    for r in rounds:
+        for j in range(1, min(r.accepted, k) + 1):
+            accepted[j] += 1
+        for j in range(1, min(r.drafted, r.accepted + 1, k) + 1):
+            offered[j] += 1
+    return list(zip(accepted[1 : k + 1], offered[1 : k + 1], strict=True))
 
 
 def cumulative(alpha: Sequence[tuple[int, int]]) -> list[float]:

@@ -16,6 +16,7 @@ import torch
 from ..data.store import FeatureStore
 from ..decode.drafters import HeadDrafter
 from ..types import Batch, Features, Row
+from .acceptance import route_name
 from .progress import progress
 from .replay import Matches, replay
 from .results import STORED, Evaluation, PromptResult, Side
@@ -86,4 +87,4 @@ def _turns(row: Row) -> Iterator[tuple[int, int, int]]:
 
 def _result(row: Row, turn: int, first: int, count: int, rounds: list) -> PromptResult:
     side = Side(count, "stored", 0.0, 0.0, 0.0, 0.0)
-    return PromptResult(f"{row.source}#{turn}", row.route or "other", first, side, side, rounds)
+    return PromptResult(f"{row.source}#{turn}", route_name(row.route), first, side, side, rounds)

@@ -33,13 +33,16 @@ class Sweep:
         return max(first, key=lambda c: (-c.settings["temperature"], c.settings["k"]))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON; NaN is null. ``acceptance`` is the headline's, as headtrain.json wants it."""
-        acceptance = self.headline.acceptance() if self.cases else {}
+        """JSON; NaN is null. ``acceptance`` is the headline's, as headtrain.json wants it, and ``acceptance_of`` the
+        fingerprint of the head that it is of; a lookup's or a draft model's is nobody's."""
+        head = self.headline.drafter.get("weights") if self.headline.drafter["family"] == "head" else None
+        acceptance = self.headline.acceptance() if head else {}
         return clean(
             {
                 "format": FORMAT,
                 "target": self.target,
                 "versions": self.versions,
+                "acceptance_of": head,
                 "acceptance": {name: r.model_dump(mode="json") for name, r in acceptance.items()},
                 "cases": [case.to_dict() for case in self.cases],
             }
@@ -53,6 +56,9 @@ class Sweep:
             raise ValueError(f"an evaluation of format {found!r}; this headtrain reads {FORMAT}")
         try:
             target, versions = data["target"], data["versions"]
+            if not isinstance(target["name"], str) or not isinstance(versions, dict):
+                raise TypeError("target.name or versions")
+            target["dtype"]  # noqa: B018 (a KeyError where it is missing)
             cases = [Evaluation.from_dict(case, target, versions) for case in data["cases"]]
         except (KeyError, TypeError) as error:
             raise ValueError(f"a damaged evaluation: {type(error).__name__}: {error}") from None

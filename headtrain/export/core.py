@@ -18,7 +18,7 @@ from ..heads.base import DraftHead, ExportSpec
 from ..heads.catalog import head_class
 from ..heads.forms import Launch
 from ..heads.io import FILE as HEAD_FILE
-from ..heads.io import head_tensors, load_head, save_tensors
+from ..heads.io import fingerprint, head_tensors, load_head, save_tensors
 from ..metadata import FILE as METADATA_FILE
 from ..metadata import ExportPart, Metadata, RouteAcceptance, file_sha256, write_json
 from ..target.adapter import FOLDER as ADAPTER
@@ -80,7 +80,7 @@ def export_head(
             if tensor.is_floating_point():
                 tensor.copy_(tensor.to(DTYPES[name]))
     if acceptance is not None:
-        metadata.acceptance = metadata.acceptance | read_acceptance(acceptance)
+        metadata.acceptance = metadata.acceptance | read_acceptance(acceptance, fingerprint(load_head(checkpoint)[0]))
 
     temporary = out.with_name(out.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -270,11 +270,19 @@ def _length_warnings(metadata: Metadata) -> list[str]:
     ]
 
 
-def read_acceptance(source: str | Path | dict[str, Any]) -> dict[str, RouteAcceptance]:
-    """Acceptance by route from an evaluation's JSON: under `acceptance`, or all of it. Raises ExportError."""
+def read_acceptance(source: str | Path | dict[str, Any], head: str | None = None) -> dict[str, RouteAcceptance]:
+    """Acceptance by route from an evaluation's JSON: under `acceptance`, or all of it. head: the fingerprint of the
+    head it must be of; another head's figures are left out with a warning. Raises ExportError."""
     where = "acceptance" if isinstance(source, dict) else str(source)
     try:
         data = source if isinstance(source, dict) else json.loads(Path(source).read_text(encoding="utf-8"))
+        if head is not None and data.get("acceptance_of", head) != head:
+            warnings.warn(
+                f"{where} measured another head, or other weights of this one: its acceptance is left out; "
+                "`headtrain eval` measures this one",
+                stacklevel=3,
+            )
+            return {}
         data = data.get("acceptance", data)
         return {route: RouteAcceptance.model_validate(value) for route, value in data.items()}
     except (OSError, ValueError, AttributeError) as error:

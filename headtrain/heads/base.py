@@ -152,6 +152,7 @@ class DraftHead(nn.Module, ABC):
             f"a head of kind {self.config.kind!r} is no part of its target's checkpoint: export it, headtrain export"
         )
 
+    parallel: ClassVar[bool] = False  # one step says all depths (Medusa)
     dialects: ClassVar[Mapping[str, Form]] = {}
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from operator import attrgetter
 from pathlib import Path
@@ -126,3 +127,12 @@ def load_strict(head: DraftHead, tensors: dict[str, torch.Tensor], where: str) -
     if problems:
         raise MetadataError(f"{where}: " + "; ".join(sorted(problems)))
     head.load_state_dict(tensors)
+
+
+def fingerprint(head: DraftHead) -> str:
+    """sha256 over the head's tensors, names and shapes included: which head was measured."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(head_tensors(head).items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()

@@ -66,6 +66,7 @@ class _Blocks(nn.Module):
 
 class Medusa(DraftHead):
     Config = MedusaConfig
+    parallel = True
     dialects = medusa_export.FORMS
 
     def __init__(self, config: MedusaConfig, shape: TargetShape, draft_ids: Tensor | None) -> None:

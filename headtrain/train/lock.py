@@ -1,4 +1,4 @@
-"""One training run in a folder at a time.
+"""One training run, or one evaluation, in a folder at a time.
 
 The lock is the kernel's (flock): it ends with the process that holds it, however that ends, so a stale lock is one that
 can be had. The file says who holds it, for people and for machines that share a folder without sharing locks.
@@ -23,11 +23,12 @@ FILE = "train.lock"
 
 
 @contextmanager
-def run_lock(run: Path, console: Console) -> Iterator[None]:
-    """Hold ``run`` for this process. The lock of a dead process on this machine is taken over. Raises RecipeError,
-    naming process, machine and file, where another run holds it, or one on another machine left it behind."""
+def run_lock(run: Path, console: Console, file: str = FILE, does: str = "trains") -> Iterator[None]:
+    """Hold ``run`` for this process, which ``does`` something in it. The lock of a dead process on this machine is
+    taken over. Raises RecipeError, naming process, machine and file, where another process holds it, or one on
+    another machine left it behind."""
     run.mkdir(parents=True, exist_ok=True)
-    path, me = run / FILE, {"pid": os.getpid(), "host": socket.gethostname()}
+    path, me = run / file, {"pid": os.getpid(), "host": socket.gethostname(), "does": does}
     handle = _open(path, console)
     try:
         holder = _holder(handle)
@@ -54,7 +55,7 @@ def _open(path: Path, console: Console) -> int:
         except BlockingIOError:
             holder = _holder(handle)
             os.close(handle)
-            raise RecipeError(_taken(path, holder, "wait for it, stop it, or give another `output`")) from None
+            raise RecipeError(_taken(path, holder, "wait for it, stop it, or give another folder")) from None
         except OSError as error:  # some cluster file systems have no locks
             console.print(f"{path}: no locks on this file system ({error}); start one run in {path.parent} at a time")
         if path.exists() and os.path.samestat(os.fstat(handle), os.stat(path)):
@@ -73,4 +74,4 @@ def _holder(handle: int) -> dict:
 def _taken(path: Path, holder: dict, what_to_do: str) -> str:
     who = f"process {holder.get('pid', '(unknown)')} on {holder.get('host', '(unknown)')}"
     since = f" since {holder['since']}" if "since" in holder else ""
-    return f"{path.parent} is in use: {who} trains in it{since} (lock {path}); {what_to_do}"
+    return f"{path.parent} is in use: {who} {holder.get('does', 'trains')} in it{since} (lock {path}); {what_to_do}"

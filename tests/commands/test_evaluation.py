@@ -9,10 +9,12 @@ import pytest
 import tiny
 import torch
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from headtrain.capture import capture
 from headtrain.cli import app
+from headtrain.commands.evaluation import LOCK
 from headtrain.config import Recipe, RecipeError, TargetSection
 from headtrain.data import DataError
 from headtrain.decode.draft_model import TokenizerMismatch
@@ -21,6 +23,7 @@ from headtrain.export.core import export_head
 from headtrain.heads.catalog import build_head, parse_head
 from headtrain.heads.io import head_metadata, save_head
 from headtrain.target.load import load_target
+from headtrain.train.lock import run_lock
 
 WORDS = ["quick", "brown", "fox", "lazy", "dog", "target", "model", "reads", "hidden", "state", "draft", "head"]
 
@@ -100,11 +103,11 @@ def test_everything_at_once(place, tmp_path):
     greedy = [case for case in sweep.cases if case.settings["temperature"] == 0]
     assert all(case.summary().identical == 4 for case in greedy)
     shapes = {(c.drafter["kind"], c.settings["tree"]) for c in greedy}
-    assert ("medusa", "") in shapes and any(k == "medusa" and "static tree of 6" in t for k, t in shapes)
+    assert ("medusa", "") in shapes and any(k == "medusa" and "of 6 nodes" in t and "static" in t for k, t in shapes)
     assert any(k == "eagle3" and "dynamic tree of 6 nodes, depth 3" in t for k, t in shapes)
     assert any(k == "draft-model" and "dynamic" in t for k, t in shapes)
     assert any(k == "ngram" and "occurrences" in t for k, t in shapes)
-    assert "ngram, chain of 3, T 0.7" in result.output and "tau by route" in result.output
+    assert "ngram 3-1, chain of 3, T 0.7" in result.output and "tau by route" in result.output
 
 
 def test_replay_says_what_decoding_says(place, tmp_path):
@@ -129,6 +132,54 @@ def test_stored_rows_need_no_decoding(place, tmp_path, monkeypatch):
             assert 1 + sum(x.committed for x in r.rounds) == r.speculative.tokens
     run(place / "medusa", "--k", "1", "--mode", "stored", "--limit-per-route", 2, "--out", tmp_path)
     assert len(Sweep.read(tmp_path / "eval.json").cases[0].results) == 2
+
+
+def test_what_is_measured_is_safe_before_the_journal_goes(place, tmp_path):
+    (tmp_path / "eval.json").mkdir()
+    with pytest.raises(OSError):
+        run(place / "eagle", "--k", "1", "--max-new-tokens", 4, "--out", tmp_path)
+    assert len((tmp_path / "eval.unfinished").read_text().splitlines()) == 1 + 4
+    (tmp_path / "eval.json").rmdir()
+    run(place / "eagle", "--k", "1", "--max-new-tokens", 4, "--out", tmp_path)
+    assert not (tmp_path / "eval.unfinished").exists() and not (tmp_path / "eval.lock").exists()
+
+
+def test_one_evaluation_in_a_folder_at_a_time(place, tmp_path):
+    said = pytest.raises(RecipeError, match="is in use: process [0-9]+ on .* evaluates in it")
+    with run_lock(tmp_path, Console(quiet=True), LOCK, "evaluates"), said:
+        run(place / "eagle", "--k", "1", "--max-new-tokens", 4, "--out", tmp_path)
+
+
+def test_a_route_called_like_the_total_is_not_the_total(place, tmp_path):
+    asked = [{"role": "user", "content": "fox"}]
+    rows = [{"id": r, "route": r, "messages": asked} for r in ("all", "b", "\ud800[/x]")]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    short = ["--k", "1", "--max-new-tokens", 4]
+    result = run(place / "eagle", *short, "--prompts", tmp_path / "p.jsonl", "--out", tmp_path)
+    case = Sweep.read(tmp_path / "eval.json").cases[0]
+    assert case.routes == ["all (route)", "b", "?[/x]"] and case.summary().prompts == 3
+    assert "[/x]" in result.output
+
+
+def test_an_export_keeps_the_depth_it_was_trained_to(place, tmp_path):
+    target = load_target(TargetSection(path=str(place / "target")))
+    export_head(place / "eagle", "vllm", tmp_path / "vllm", weights=target.weights())
+    run(tmp_path / "vllm", "--target", place / "target", "--prompts", place / "prompts.jsonl", "--max-new-tokens", 6,
+        "--k", "0", "--tree", 6, "--out", tmp_path / "a")  # fmt: skip
+    assert Sweep.read(tmp_path / "a" / "eval.json").cases[0].settings["k"] == 3
+    report = CliRunner().invoke(app, ["report", str(tmp_path / "vllm")])
+    assert isinstance(report.exception, RecipeError)
+    run(tmp_path / "vllm", "--target", place / "target", "--prompts", place / "prompts.jsonl", "--max-new-tokens", 6)
+    report = CliRunner().invoke(app, ["report", str(tmp_path / "vllm")], catch_exceptions=False)
+    assert report.exit_code == 0 and "figures" in report.output
+
+
+def test_a_draft_model_with_the_targets_context_is_replayed_to_its_end(place, tmp_path):
+    tiny.save(tmp_path / "short", initializer_range=0.2, num_hidden_layers=2, max_position_embeddings=64)
+    run("--target", tmp_path / "short", "--drafter", f"model:{tmp_path / 'short'}", "--k", 2, "--max-new-tokens", 200,
+        "--prompts", place / "prompts.jsonl", "--mode", "replay", "--out", tmp_path)  # fmt: skip
+    results = Sweep.read(tmp_path / "eval.json").cases[0].results
+    assert any(r.plain.stop == "context" for r in results)
 
 
 def test_an_engines_form_is_evaluated_as_the_head_it_holds(place, tmp_path):
@@ -160,6 +211,16 @@ def test_baselines_alone(place, tmp_path):
         (["{eagle}", "--k", "0"], RecipeError, "nothing to draft"),
         (["{eagle}", "--k", "1,x"], RecipeError, "--k 1,x: expected numbers of at least 1"),
         (["{eagle}", "--temperature", "-1"], RecipeError, "at least 0"),
+        (["{eagle}", "--mode", "stored", "--drafter", "ngram"], RecipeError, "does not use --drafter"),
+        (["{eagle}", "--mode", "stored", "--temperature", "0.5", "--tree", "4"], RecipeError, "--tree, --temperature"),
+        (["{eagle}", "--server", "http://127.0.0.1:9"], RecipeError, "--server does not use RUN"),
+        (["--server", "http://127.0.0.1:9", "--k", "3", "--prompts", "{prompts}"], RecipeError, "does not use --k"),
+        (["{eagle}", "--k", "600"], RecipeError, "does not fit the target's context of 512"),
+        (["{medusa}", "--k", "0", "--tree", "100000"], RecipeError, "100000 nodes asked for"),
+        (["{eagle}", "--drafter", "ngram:longest=1"], RecipeError, "expected 1 <= shortest"),
+        (["{eagle}", "--drafter", "ngram:longest=²"], RecipeError, "expected longest=NUMBER"),
+        (["{eagle}", "--temperature", "inf"], RecipeError, "--temperature inf"),
+        (["{eagle}/nothere"], RecipeError, "no run, checkpoint or export at"),
         (["{eagle}", "--mode", "guess"], RecipeError, "expected decode, replay or stored"),
         (["{eagle}", "--mode", "replay", "--tree", "4", "--temperature", "x"], RecipeError, "--temperature x"),
         (["{eagle}", "--drafter", "ngram:length=3"], RecipeError, "expected longest=NUMBER, shortest=NUMBER"),

@@ -102,7 +102,11 @@ def test_an_interrupted_measurement_goes_on(target, tmp_path, monkeypatch):
     asked.clear()
     monkeypatch.setattr(module._Measurement, "prompt", stop_at(None))
     again = measure(target, cases, PROMPTS, settings, journal=journal, quiet=True)
-    assert asked == [2] and not journal.exists()
+    assert asked == [2]
+    asked.clear()
+    measure(target, cases, PROMPTS, settings, journal=journal, quiet=True)  # all of it is there
+    assert asked == [] and journal.exists()
+    journal.unlink()
     fresh = measure(target, cases, PROMPTS, settings, quiet=True)
     for a, b in zip(again.cases, fresh.cases, strict=True):
         assert [r.rounds for r in a.results] == [r.rounds for r in b.results]
@@ -112,6 +116,16 @@ def test_an_interrupted_measurement_goes_on(target, tmp_path, monkeypatch):
     asked.clear()
     monkeypatch.setattr(module._Measurement, "prompt", stop_at(None))
     measure(target, cases, PROMPTS, Settings(max_new_tokens=7), journal=journal, quiet=True)
+    assert asked == [0, 1, 2]
+    asked.clear()
+    with torch.no_grad():  # trained on in between: another head
+        next(cases[0].drafter.head.parameters()).add_(0.01)
+    other = [Case(HeadDrafter(cases[0].drafter.head), 2), cases[1]]
+    measure(target, other, PROMPTS, Settings(max_new_tokens=7), journal=journal, quiet=True)
+    assert asked == [0, 1, 2]
+    journal.write_bytes(b"\xff\xfe garbage\n")
+    asked.clear()
+    measure(target, other, PROMPTS, Settings(max_new_tokens=7), journal=journal, quiet=True)
     assert asked == [0, 1, 2]
 
 
@@ -159,6 +173,7 @@ def test_first_difference():
     ("prompts", "k", "message"),
     [
         ([], 1, "no prompts"),
+        (PROMPTS, 512, "does not fit the target's context of 512|at most 2"),
         ([Prompt([1] * 600, "x", "too-long")], 1, "512 tokens: too-long .600."),
         (PROMPTS, 3, "at most 2"),
     ],

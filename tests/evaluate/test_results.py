@@ -41,7 +41,7 @@ def result(route, number, rounds, difference=None, plain=2.0, speculative=1.0):
 def evaluation(results, k=3, temperature=0.0, tree="", mode="decode"):
     return Evaluation(
         target={"name": "tiny <target>", "dtype": "float32"},
-        drafter={"kind": "some", "family": "head", "label": "the head", "parameters": 5},
+        drafter={"kind": "some", "family": "head", "label": "the head", "parameters": 5, "weights": "w1"},
         settings={"k": k, "tree": tree, "temperature": temperature, "max_new_tokens": 32, "mode": mode},
         versions={"torch": "x"},
         results=results,
@@ -124,6 +124,28 @@ def test_the_file_gives_the_sweep_back(tmp_path):
     assert Sweep.read(tmp_path / "eval.json") == e
     with pytest.raises(ValueError, match="format 99"):
         Sweep.from_dict({"format": 99})
+    whole = some().to_dict()
+    (first, *others) = whole["results"]
+    changes = [
+        {"route": None}, {"rounds": [[3, 4, 5, 3]]}, {"rounds": [[-1, 0, 1, 0]]}, {"rounds": [[3, 1, math.nan, 3]]},
+        {"rounds": [[3, 1, 3, 3]]}, {"plain": {**first["plain"], "verify": -1.0}}, {"difference": {"gap": 1}},
+    ]  # fmt: skip
+    edited = [
+        {**whole, "settings": {**whole["settings"], "k": 0}},
+        {**whole, "settings": {**whole["settings"], "temperature": math.nan}},
+        {**whole, "settings": {"k": 3, "temperature": 0.0}},
+        {**whole, "drafter": {"kind": "some"}},
+        *({**whole, "results": [{**first, **change}, *others]} for change in changes),
+    ]
+    for case in edited:
+        with pytest.raises(ValueError, match="damaged"):
+            Sweep.from_dict({**e.to_dict(), "cases": [case]})
+    for target in (None, {}):
+        with pytest.raises(ValueError, match="damaged"):
+            Sweep.from_dict({**e.to_dict(), "target": target})
+    unknown = {**first, "difference": {"position": 1, "plain": 2, "speculative": 3, "gap": None}}
+    again = Sweep.from_dict({**e.to_dict(), "cases": [{**whole, "results": [unknown]}]})
+    assert math.isnan(again.cases[0].results[0].difference.gap) and printed(tables(again))
     for damage in (
         {"cases": []},
         {"cases": [{}]},
@@ -149,6 +171,42 @@ def test_acceptance_is_what_an_export_reads():
     read = read_acceptance(sweep(others[1], others[0], e, others[2]).to_dict())
     assert read == e.acceptance() and list(read) == ["chat", "code", "all"]  # nothing was decoded on `empty`
     assert read["chat"].alpha == e.summary("chat").alpha and read["chat"].prompts == 2 and read["chat"].k == 3
+
+
+def test_an_export_takes_the_acceptance_of_its_own_head_only():
+    from headtrain.export.core import read_acceptance
+
+    mine = sweep(some()).to_dict()
+    assert read_acceptance(mine, "w1").keys() == read_acceptance(mine).keys() != set()
+    with pytest.warns(UserWarning, match="measured another head"):
+        assert read_acceptance(mine, "w2") == {}
+    lookup = some()
+    lookup.drafter = {"kind": "ngram", "family": "lookup", "label": "n-gram lookup", "parameters": 0}
+    with pytest.warns(UserWarning, match="measured another head"):
+        assert read_acceptance(sweep(lookup).to_dict(), "w1") == {}
+
+
+def test_names_from_files_are_no_markup():
+    strange = ["[/foo]", "[bold]code", "all (route)", "x" * 300]
+    e = evaluation([result(route, 1, ROUNDS, Difference(1, 2, 3, 0.5)) for route in strange])
+    for shown in (sweep(e), sweep(e, evaluation(e.results, k=2))):
+        text = printed(tables(shown))
+        assert "[/foo]" in text and "[bold]" in text
+
+
+def test_two_drafters_of_one_kind_are_told_apart():
+    a, b = some(), some()
+    a.drafter = {**a.drafter, "name": "some of a", "label": "the some of a head", "weights": "wa"}
+    e = sweep(a, evaluation(a.results, k=2), b, evaluation(b.results, k=2))
+    e.cases[1].drafter = a.drafter
+    assert "some of a, chain of 3" in printed(tables(e)) and "some, chain of 3" in printed(tables(e))
+    assert html_report(e).count(">some of a<") >= 1
+
+
+def test_long_chains_show_their_first_depths():
+    e = evaluation([result("x", 1, [Round(40, 40, 41)])], k=40)
+    assert "α10" in printed(tables(sweep(e))) and "α11" not in printed(tables(sweep(e))) + html_report(sweep(e))
+    assert len(e.summary().alpha) == 40
 
 
 def test_what_was_not_timed_claims_no_speed():

@@ -44,7 +44,7 @@ def test_a_second_run_names_the_first_and_a_dead_ones_lock_is_taken_over(tmp_pat
     try:
         with pytest.raises(RecipeError) as error, run_lock(run, said):
             pass
-        for part in (f"process {other.pid} on {socket.gethostname()}", str(run / FILE), "another `output`"):
+        for part in (f"process {other.pid} on {socket.gethostname()}", str(run / FILE), "another folder"):
             assert part in str(error.value)
     finally:
         other.send_signal(signal.SIGKILL)  # no chance to clean up
