@@ -262,15 +262,15 @@ def test_a_damaged_file_is_one_line_that_names_it(evaluated):
     path = evaluated / "eval" / "eval.json"
     good = json.loads(path.read_text())
 
-    def damage(change):
+    def damage(change, reason=""):
         data = json.loads(json.dumps(good))
         change(data)
         path.write_text(json.dumps(data))
         for verb in (("speedup", "--eval", evaluated), ("advise", evaluated)):
             text = refused(*verb)
-            assert "\n" not in text and str(path) in text and "headtrain eval" in text
+            assert "\n" not in text and str(path) in text and "headtrain eval" in text and reason in text
 
-    damage(lambda d: d["cases"][0]["drafter"].pop("label"))
+    damage(lambda d: d["cases"][0]["drafter"].pop("label"), "label")
     damage(lambda d: d["cases"][0]["drafter"].pop("kind"))
     damage(lambda d: d.update(target=None))
     damage(lambda d: d["cases"][0]["results"][0].update(route=None))
@@ -330,6 +330,9 @@ def test_caches_of_the_families_by_hand():
     sizes = dict(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, hidden_size=512)
     assert kept(Qwen2Config(**sizes, sliding_window=64), 5000) == (5000 * 4 * 2 * 2 * 64 * 2, "")
     assert kept(tiny.config(), 10)[1] == ""
+    off = tiny.config()
+    off.sliding_window, off.use_sliding_window = 64, False  # a window that the model does not use
+    assert kept(off, 5000) == kept(tiny.config(), 5000) and kept(off, 5000)[0] == 5000 * kept(off, 1)[0]
     odd = tiny.config()
     odd.layer_types = ["odd_attention"] * odd.num_hidden_layers
     assert "odd_attention are counted as if they kept every position" in kept(odd, 10)[1]
