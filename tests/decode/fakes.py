@@ -125,6 +125,8 @@ class ScriptedDrafter:
 class TableDrafter(SessionDrafter):
     """Chains and trees through a session whose logits come from a table like the target's."""
 
+    label = "a table"
+
     def __init__(self, table: torch.Tensor, plan=None) -> None:
         super().__init__(plan)
         self.table, self.vocab_size = table, table.shape[0]
