@@ -66,6 +66,7 @@ def advise(
             serving.read_device(device, tflops, gbps, memory_gb, efficiency, gpus),
             context,
         )
+        serving.require_measured_on(cases, setup)
         ratio = read_ratio(cost_ratio or [], [case.drafter["label"] for case in cases])
         verify = None if verify_cost is None else VerifyCost.parse(verify_cost)
         made = recommend(cases, ratio, verify, concurrency, setup, engine or None)

@@ -85,7 +85,7 @@ def evaluate(
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**62)] = None,
     to: Annotated[
-        Path | None, typer.Option("--out", help="folder for eval.json and eval.html; default: RUN/eval")
+        Path | None, typer.Option("--out", help="folder for eval.json and eval.html; default: RUN/eval, EXPORT-eval")
     ] = None,
     server: Annotated[
         str | None, typer.Option(help="measure this OpenAI-compatible server instead; the options below are for it")
@@ -133,7 +133,7 @@ def evaluate(
         return given if given is not None else getattr(settings, name) if settings else default
 
     if to is None:
-        to = (run if run and run.is_dir() else Path()) / "eval"
+        to = figures_of(run)
     specs = prompts or (settings.prompts if settings else [])
     temperatures = temperature if temperature is not None else str(pick("temperature", None, 0.0))
     tokens = pick("max_new_tokens", max_new_tokens, 128)
@@ -287,7 +287,7 @@ def _show(sweep: Sweep, to: Path) -> None:
 
 def report(run: Annotated[Path, typer.Argument(help="a run that was evaluated")]) -> None:
     """The tables of a run's evaluation, and where everything that the run made lies."""
-    figures = run / "eval" / "eval.json"
+    figures = figures_of(run) / "eval.json"
     if not figures.is_file():
         raise RecipeError(f"no {figures}: `headtrain eval {run}` makes it")
     try:
@@ -301,11 +301,18 @@ def report(run: Annotated[Path, typer.Argument(help="a run that was evaluated")]
             out.print(f"{name:<9} {path}", markup=False)
 
 
+def figures_of(run: Path | None) -> Path:
+    """Where an evaluation of ``run`` goes: inside a run; beside an export, which is served and pushed as it is."""
+    if run is None:
+        return Path("eval")
+    return run.with_name(f"{run.name}-eval") if (run / "config.json").is_file() else run / "eval"
+
+
 def _made(run: Path, figures: Path) -> Sequence[tuple[str, Path]]:
     try:
         head = checkpoint_of(run)
     except CheckpointError:  # an export, or an evaluation of other drafters only
         head = run / FILE
     files = {"head": head, "curve": run / "metrics.jsonl", "figures": figures}
-    files |= {"report": run / "eval" / "eval.html", "features": run / "features"}
+    files |= {"report": figures.with_name("eval.html"), "features": run / "features"}
     return [*files.items(), *(("export", path.parent) for path in sorted(run.glob("export*/config.json")))]

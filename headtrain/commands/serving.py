@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,15 +40,18 @@ Context = Annotated[int, typer.Option(min=1, help="mean positions that a sequenc
 WeightBytes = Annotated[float, typer.Option(help="bytes of a weight: 2 for bf16, 1 for fp8, 0.5 for 4 bits")]
 KvBytes = Annotated[float, typer.Option(help="bytes of a value in the KV cache")]
 
+SAME_SIZE = 1.3  # counts of one target differ by its tied or untied embedding, a vision tower
+
 
 def read_cases(path: Path) -> list[Evaluation]:
     """An eval.json, or the run or folder that holds one. Raises RecipeError."""
     from ..evaluate.sweep import Sweep
 
-    places = [path, path / "eval.json", path / "eval" / "eval.json"]
+    places = [path, path / "eval.json", path / "eval" / "eval.json", path.with_name(f"{path.name}-eval") / "eval.json"]
     found = next((p for p in places if p.is_file()), None)
     if found is None:
-        raise RecipeError(f"no evaluation at {path}: `headtrain eval` writes eval.json")
+        what = "no evaluation at" if path.exists() else "no such file or folder:"
+        raise RecipeError(f"{what} {path}; `headtrain eval` writes eval.json")
     try:
         return Sweep.read(found).cases
     except OSError as error:
@@ -55,6 +59,21 @@ def read_cases(path: Path) -> list[Evaluation]:
     except ValueError as error:
         why = " ".join(str(error).split())
         raise RecipeError(f"{found} is no evaluation ({why}); `headtrain eval` makes it again") from None
+
+
+def require_measured_on(cases: Sequence[Evaluation], setup: Setup | None) -> None:
+    """Acceptance and draft sizes of one target say nothing about another. Only sizes can be compared here (a recipe or
+    a config has no fingerprint), so a fine-tune passes. Raises RecipeError for a target of another size."""
+    measured = cases[0].target.get("parameters") if cases else None
+    if setup is None or not measured:
+        return
+    asked = setup.target.parameters
+    if max(asked / measured, measured / asked) > SAME_SIZE:
+        raise RecipeError(
+            f"the evaluation measured {cases[0].target['name']} ({measured:,} parameters), the target asked about has "
+            f"{asked:,}: acceptance on one target says nothing about another; give an evaluation of that target "
+            "(--parameters, where its count is wrong)"
+        )
 
 
 def read_device(

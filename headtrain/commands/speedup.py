@@ -94,6 +94,7 @@ def speedup(
         taus, notes = [], []
         if evaluation is not None:
             cases = serving.read_cases(evaluation)
+            serving.require_measured_on(cases, setup)
             case = serving.pick(cases, drafter, route)
             alphas, title = serving.alphas_of(case, route), f"{case.drafter['label']} on {route}"
             taus, notes = serving.taus_of(case, route), [serving.rounds_note(case, route)]
@@ -109,6 +110,8 @@ def speedup(
         elif alpha is not None:
             alphas, title = serving.parse_alphas(alpha, k), f"acceptance {alpha}"
             c, verify = None, FLAT
+            if setup is not None and draft_parameters is None:
+                notes = [*notes, "drafting is taken as free: give --draft-parameters for the cost of a head"]
         else:
             raise RecipeError("acceptance: give --alpha, or --eval with an eval.json")
         if setup is not None:

@@ -171,7 +171,8 @@ def test_an_export_keeps_the_depth_it_was_trained_to(place, tmp_path):
     assert isinstance(report.exception, RecipeError)
     run(tmp_path / "vllm", "--target", place / "target", "--prompts", place / "prompts.jsonl", "--max-new-tokens", 6)
     report = CliRunner().invoke(app, ["report", str(tmp_path / "vllm")], catch_exceptions=False)
-    assert report.exit_code == 0 and "figures" in report.output
+    assert report.exit_code == 0 and str(tmp_path / "vllm-eval" / "eval.json") in report.output
+    assert not list((tmp_path / "vllm").glob("eval*"))  # an export is served and pushed as it is
 
 
 def test_a_draft_model_with_the_targets_context_is_replayed_to_its_end(place, tmp_path):

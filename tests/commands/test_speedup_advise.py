@@ -72,7 +72,7 @@ FOUND = [Round(0, 0, 1, 0), Round(3, 1, 2, 3)] * 20
 
 @pytest.fixture
 def evaluated(tmp_path):
-    target = {"name": "t", "dtype": "float32", "parameters": 100, "model_type": "llama"}
+    target = {"name": "t", "dtype": "float32", "parameters": 8_030_261_248, "model_type": "llama"}
     sweep = Sweep(target, {"torch": "x"}, [case(HEAD, 3, ROUNDS), case(NGRAM, 3, FOUND, c=0.0)])
     for each in sweep.cases:
         each.target = target
@@ -198,7 +198,7 @@ def test_acceptance_and_costs_of_an_evaluation(evaluated):
             "--requests-per-second -2",
         ),
         (("--alpha", "0.8", "--cost-ratio", "0.1", "--tau", "3"), "a tree: give"),
-        (("--eval", "nowhere"), "no evaluation at nowhere"),
+        (("--eval", "nowhere"), "no such file or folder: nowhere"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(words, message):
@@ -400,3 +400,19 @@ def test_advice_under_other_conditions(evaluated):
     assert "no engine named" in refused("advise", evaluated, "--engine", "none")
     (evaluated / "eval" / "eval.json").write_text("{")
     assert "is no evaluation" in refused("advise", evaluated)
+
+
+@pytest.mark.parametrize("verb", [["advise"], ["speedup", "--eval"]])
+def test_an_evaluation_of_another_target_is_refused(verb, evaluated):
+    """Its acceptance and its drafter's size would be put on a target that was never measured."""
+    file = evaluated / "eval" / "eval.json"
+    data = json.loads(file.read_text())
+    data["target"]["parameters"] = 134_515_008
+    file.write_text(json.dumps(data))
+    with pytest.raises(RecipeError, match="measured t .134,515,008 parameters"):
+        CliRunner().invoke(app, [*verb, str(evaluated), *GPU[:4]], catch_exceptions=False)
+
+
+def test_a_free_draft_is_said_to_be_one():
+    assert "drafting is taken as free" in run("speedup", "--alpha", "0.8", *GPU[:4])
+    assert "taken as free" not in run("speedup", "--alpha", "0.8", *GPU)
