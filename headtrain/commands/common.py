@@ -32,27 +32,17 @@ def device() -> str:
 
 def checkpoint_of(run: Path) -> Path:
     """A run's best checkpoint, or the folder itself where it already holds a head."""
-    from ..train.checkpoint import TRAINER_FILE, CheckpointError, damage, find
+    from ..train.checkpoint import find_sound
 
-    folder = find(run)
-    if (folder / TRAINER_FILE).is_file() and (what := damage(folder)):
-        raise CheckpointError(f"{folder} is damaged: {what}; take an earlier checkpoint, or train again")
-    return folder
+    return find_sound(run)
 
 
 def read_head(run: Path) -> tuple[DraftHead, Metadata, Path]:
     """A head from a run, a checkpoint, or an export in any engine's form (read strictly), its metadata, and the folder
     that it came from."""
-    from ..export.folder import verify_folder
-    from ..heads.io import FILE, load_head
+    from ..train.warm import read_trained
 
-    if (run / "config.json").is_file() and not (run / FILE).is_file():
-        read = verify_folder(run)
-        if read.metadata is None or read.head is None:
-            raise RecipeError(f"{run} has no headtrain.json (another tool's?): `headtrain import` it first")
-        return read.head, read.metadata, run
-    folder = checkpoint_of(run)
-    return *load_head(folder), folder
+    return read_trained(run)
 
 
 def recipe_of(run: Path) -> Recipe | None:

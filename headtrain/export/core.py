@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import warnings
@@ -26,7 +25,7 @@ from ..types import TargetShape, TargetWeights
 from .card import write_card
 from .combined import copy_beside, target_tensors
 from .engines import ENGINES, NATIVE, Engine, ExportError, engines_load, form_of, launch_command, resolve
-from .files import CONFIG, parse_size, write_weights
+from .files import CONFIG, parse_size, publish, write_weights
 from .folder import DTYPE_KEY, fill_target, verify_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,6 +65,7 @@ def export_head(
         raise ExportError(f"no checkpoint folder at {checkpoint}")
     _refuse_overwrite(checkpoint, out, force)
     head, metadata = load_head(checkpoint)
+    measured = None if acceptance is None else read_acceptance(acceptance, fingerprint(head))  # before it is cast
     row = resolve(engine, type(head), metadata.head.kind)
     max_shard = parse_size(max_shard_size)
     if target_name is not None:
@@ -79,8 +79,7 @@ def export_head(
         for tensor in head.state_dict().values():
             if tensor.is_floating_point():
                 tensor.copy_(tensor.to(DTYPES[name]))
-    if acceptance is not None:
-        metadata.acceptance = metadata.acceptance | read_acceptance(acceptance, fingerprint(load_head(checkpoint)[0]))
+    metadata.acceptance = metadata.acceptance | (measured or {})
 
     temporary = out.with_name(out.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -94,7 +93,7 @@ def export_head(
         for note in _length_warnings(metadata):
             warnings.warn(note, stacklevel=2)
         write_card(temporary, metadata, row, type(head), spec.notes, draft_length(metadata), license)
-        _publish(temporary, out)
+        publish(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
@@ -307,13 +306,3 @@ def _refuse_overwrite(checkpoint: Path, out: Path, force: bool) -> None:
         earlier = False
     if not earlier:
         raise ExportError(f"{out} is no earlier export (no {METADATA_FILE} of one): it is not replaced even by force")
-
-
-def _publish(temporary: Path, out: Path) -> None:
-    """Rename into place; an earlier export is moved aside first and removed last."""
-    old = out.with_name(out.name + ".old")
-    if out.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(out, old)
-    os.replace(temporary, out)
-    shutil.rmtree(old, ignore_errors=True)

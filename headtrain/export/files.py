@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -145,3 +147,13 @@ def _write_pickle(path: Path, tensors: dict[str, Tensor]) -> None:
     buffer = io.BytesIO()  # through memory: the archive would hold the file's name otherwise
     torch.save({name: t.detach().cpu().contiguous().clone() for name, t in sorted(tensors.items())}, buffer)
     path.write_bytes(buffer.getvalue())
+
+
+def publish(temporary: Path, out: Path) -> None:
+    """Rename into place; an earlier export is moved aside first and removed last."""
+    old = out.with_name(out.name + ".old")
+    if out.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(out, old)
+    os.replace(temporary, out)
+    shutil.rmtree(old, ignore_errors=True)

@@ -22,7 +22,7 @@ from ..heads.io import read_tensors, save_tensors
 from ..metadata import Metadata, write_json
 from ..target.files import tensor_files
 from .engines import ExportError
-from .folder import read_json
+from .files import publish, read_json
 
 INDEX = "model.safetensors.index.json"
 RECORD = "headtrain_stitch.json"  # what was stitched, in every folder that this module writes
@@ -134,7 +134,7 @@ def stitch(
         if path.is_file():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-    _publish(temporary, out)
+    publish(temporary, out)
     return out
 
 
@@ -215,12 +215,3 @@ def _check_disk(source: Path, out: Path) -> None:
             f"a copy of {source} needs {need / 1e9:.1f} GB, {out.parent} has {free / 1e9:.1f} GB free: write a patch, "
             "or choose another disk"
         )
-
-
-def _publish(temporary: Path, out: Path) -> None:
-    old = out.with_name(out.name + ".old")
-    if out.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(out, old)
-    os.replace(temporary, out)
-    shutil.rmtree(old, ignore_errors=True)

@@ -73,6 +73,23 @@ class Session(ABC):
         next-token logits [n, Vd] float32."""
 
 
+def node_mask(parents: Sequence[int], length: int, first: int, device: torch.device) -> Tensor | None:
+    """[n, length + nodes] bool for the nodes numbered ``first`` and on: what each sees of a buffer of ``length``
+    accepted positions and then every node of the round: the positions, its ancestors and itself. ``parents``: of all
+    nodes, -1 for the root. None where that is everything."""
+    n = len(parents) - first
+    if n == 1 and list(parents) == list(range(-1, first)):
+        return None  # a chain: every earlier node is an ancestor
+    mask = torch.zeros(n, length + first + n, dtype=torch.bool)
+    mask[:, :length] = True
+    for row in range(n):
+        node = first + row
+        while node >= 0:
+            mask[row, length + node] = True
+            node = parents[node]
+    return mask.to(device)
+
+
 class DraftHead(nn.Module, ABC):
     """A draft head. Its parameters are what is trained; tensors shared with the target are buffers that are
     attached, never saved."""

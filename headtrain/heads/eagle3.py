@@ -25,7 +25,7 @@ from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
 from . import eagle3_export
-from .base import DraftHead, ExportSpec, HeadConfig, Session, SoftLoss, text_hits
+from .base import DraftHead, ExportSpec, HeadConfig, Session, SoftLoss, node_mask, text_hits
 
 
 class Eagle3Config(HeadConfig):
@@ -376,19 +376,10 @@ class _Eagle3Session(Session):
         self.depths += depths
         total = self.length + first + n
         q = rotate(self._project(embedded, normed, "q_proj"), cos, sin)
-        logits, states = self._logits(head._finish(self._attend(q, total, self._mask(first, n)), g, normed))
+        logits, states = self._logits(
+            head._finish(
+                self._attend(q, total, node_mask(self.parents, self.length, first, self.keys.device)), g, normed
+            )
+        )
         self.states += states.split(1)
         return logits
-
-    def _mask(self, first: int, n: int) -> Tensor | None:
-        """[n, positions + nodes] bool: the prefix, the node's ancestors and itself; None where that is everything."""
-        if n == 1 and self.depths[first] == first + 1:
-            return None  # a chain: every earlier node is an ancestor
-        mask = torch.zeros(n, self.length + first + n, dtype=torch.bool)
-        mask[:, : self.length] = True
-        for row in range(n):
-            node = first + row
-            while node >= 0:
-                mask[row, self.length + node] = True
-                node = self.parents[node]
-        return mask.to(self.keys.device)

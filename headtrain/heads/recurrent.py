@@ -22,7 +22,7 @@ from ..layers import MLP, RMSNorm, Rope, rotate
 from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, TargetShape, TargetWeights
-from .base import DraftHead, HeadConfig, Session, text_hits
+from .base import DraftHead, HeadConfig, Session, node_mask, text_hits
 
 
 class Attention(nn.Module):
@@ -310,19 +310,12 @@ class RecurrentSession(Session):
         self._write(self.length + first, read, angles)
         self.parents += parent_list
         self.depths += depths
-        states, logits = self._run(read, residual, angles, self.length + first + n, self._mask(first, n))
+        states, logits = self._run(
+            read,
+            residual,
+            angles,
+            self.length + first + n,
+            node_mask(self.parents, self.length, first, self.keys.device),
+        )
         self.states += states.split(1)
         return logits
-
-    def _mask(self, first: int, n: int) -> Tensor | None:
-        """[n, positions + nodes] bool: the prefix, the node's ancestors and itself; None where that is everything."""
-        if n == 1 and self.depths[first] == first + 1:
-            return None  # a chain: every earlier node is an ancestor
-        mask = torch.zeros(n, self.length + first + n, dtype=torch.bool)
-        mask[:, : self.length] = True
-        for row in range(n):
-            node = first + row
-            while node >= 0:
-                mask[row, self.length + node] = True
-                node = self.parents[node]
-        return mask.to(self.keys.device)

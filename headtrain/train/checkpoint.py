@@ -115,6 +115,14 @@ def find(run: str | Path, which: str = "best") -> Path:
     raise CheckpointError(f"no checkpoint {which!r} under {root}; expected best, last or one of {list(found)}")
 
 
+def find_sound(run: Path) -> Path:
+    """``find``, and raises CheckpointError where the files are not those that were saved."""
+    folder = find(run)
+    if (folder / TRAINER_FILE).is_file() and (what := damage(folder)):
+        raise CheckpointError(f"{folder} is damaged: {what}; take an earlier checkpoint, or train again")
+    return folder
+
+
 def _best_step(root: Path) -> int:
     try:
         return int(json.loads((root / BEST_FILE).read_text(encoding="utf-8"))["step"])

@@ -62,7 +62,7 @@ def read_warm_start(recipe: Recipe, config: HeadConfig) -> WarmStart | None:
             "is fetched: download a Hub repository first; and nothing is started at random instead)"
         )
     try:
-        head, metadata, folder = _read(Path(path))
+        head, metadata, folder = read_trained(Path(path))
     except (ExportError, checkpoint.CheckpointError, ValueError) as error:
         raise RecipeError(f"train.warm_start: {error}") from None
     if metadata.head.kind != config.kind:
@@ -74,15 +74,15 @@ def read_warm_start(recipe: Recipe, config: HeadConfig) -> WarmStart | None:
     return WarmStart(head, metadata, folder, keep=recipe.train.warm_start_vocab == "keep")
 
 
-def _read(path: Path) -> tuple[DraftHead, Metadata, Path]:
+def read_trained(path: Path) -> tuple[DraftHead, Metadata, Path]:
+    """A head from a run, a checkpoint, or an export in any engine's form (read strictly), its metadata, and the folder
+    that it came from."""
     if (path / "config.json").is_file() and not (path / FILE).is_file():  # an engine's form
         read = verify_folder(path)
         if read.metadata is None or read.head is None:
             raise RecipeError(f"{path} has no headtrain.json (another tool's?): `headtrain import` it first")
         return read.head, read.metadata, path
-    folder = checkpoint.find(path)
-    if (folder / checkpoint.TRAINER_FILE).is_file() and (what := checkpoint.damage(folder)):
-        raise checkpoint.CheckpointError(f"{folder} is damaged: {what}")
+    folder = checkpoint.find_sound(path)
     return *load_head(folder), folder
 
 
