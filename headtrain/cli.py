@@ -132,7 +132,7 @@ def regenerate(
     from .data.sources import read_conversations
     from .target.load import load_target
 
-    conversations, report = read_conversations(prompts, bad_lines="stop")
+    conversations, report = read_conversations(prompts)
     for line in report.lines():
         err.print(line, markup=False)
     loaded = load_target(TargetSection(path=target), device())

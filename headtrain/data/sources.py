@@ -79,14 +79,15 @@ class SourceReport:
 def read_conversations(
     specs: list[str],
     *,
-    bad_lines: Literal["stop", "skip"] = "stop",
+    bad_lines: Literal["stop", "skip"] | None = None,
     limit: int | None = None,
     system: str | None = None,
 ) -> tuple[list[Conversation], SourceReport]:
     """Read every row of ``specs``: files, globs, folders (searched below), or ``hub:NAME[:SPLIT]``.
 
-    A malformed line or row raises DataError with its place (bad_lines="stop") or is counted and passed over
-    ("skip"); after damage inside a JSON file the rest of that file is lost, the whole rows before it are used.
+    bad_lines: a recipe's data.bad_lines; None where no recipe is read, which stops too and names none of its keys. A
+    malformed line or row raises DataError with its place ("stop") or is counted and passed over ("skip"); after damage
+    inside a JSON file the rest of that file is lost, the whole rows before it are used.
     limit: stop after so many conversations. system: put before conversations without a system message. Raises
     DataError also for a missing or empty file and when no conversation is left.
     """
@@ -94,7 +95,8 @@ def read_conversations(
     found: list[Conversation] = []
     sources = [source for spec in specs for source in _expand(spec)]
     if not sources:
-        raise DataError("no data: the list of files is empty; give data.train=[FILE, ...]")
+        how = "name a file, a folder or hub:NAME" if bad_lines is None else "give data.train=[FILE, ...]"
+        raise DataError(f"no data: the list of files is empty; {how}")
     for name, path in dict(sources).items():
         if limit is not None and len(found) >= limit:
             report.limited = True
@@ -114,10 +116,9 @@ def read_conversations(
                         count[1] += 1
                         found.append(conversation)
             if isinstance(item, Damage):
-                if bad_lines == "stop":
-                    raise DataError(
-                        f"{item.place}: {item.problem}. Repair it, or set data.bad_lines=skip to go on without it"
-                    )
+                if bad_lines != "skip":
+                    how = "take it out" if bad_lines is None else "set data.bad_lines=skip to go on without it"
+                    raise DataError(f"{item.place}: {item.problem}. Repair it, or {how}")
                 report.damage.append(item)
             if limit is not None and len(found) >= limit:
                 report.limited = True

@@ -250,3 +250,18 @@ def test_what_cannot_be_evaluated_says_why(place, tmp_path, arguments, error, me
     with pytest.raises(error, match=message):
         run(*(a.format(**names) for a in arguments), "--out", tmp_path / "out")
     assert not (tmp_path / "out" / "eval.json").exists()
+
+
+def test_a_malformed_prompt_file_gets_no_advice_that_the_command_does_not_have(place, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{broken}\n")
+    bad, to = str(tmp_path / "bad.jsonl"), ["--out", str(tmp_path / "out")]
+    for words in (
+        ["eval", str(place / "eagle"), "--prompts", bad, *to],
+        ["eval", "--server", "http://127.0.0.1:9", "--prompts", bad, *to],
+        ["regenerate", "no-target", bad, *to],
+    ):
+        with pytest.raises(DataError, match="bad.jsonl:1: not valid JSON.*take it out$"):
+            CliRunner().invoke(app, words, catch_exceptions=False)
+    recipe = str(place / "eagle" / "recipe.yaml")
+    with pytest.raises(DataError, match="bad.jsonl:1: not valid JSON.*set data.bad_lines=skip"):
+        CliRunner().invoke(app, ["inspect", recipe, f"data.train=[{bad}]"], catch_exceptions=False)

@@ -145,6 +145,11 @@ def test_damaged_lines_stop_or_are_counted(tmp_path):
     Path(name).write_bytes(Path(name).read_bytes()[:-1])  # the last line has no end
     with pytest.raises(DataError, match=r"a\.jsonl:2: not valid JSON.*data\.bad_lines=skip"):
         read_conversations([name], bad_lines="stop")
+    # verbs without a recipe (eval, eval --server, regenerate) have no such key to set
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not valid JSON.*Repair it, or take it out$"):
+        read_conversations([name])
+    with pytest.raises(DataError, match="empty; name a file, a folder or hub:NAME$"):
+        read_conversations([])
     found, report = read_conversations([name], bad_lines="skip")
     assert [c.id for c in found] == ["r1", "r2", "r4"]
     assert [d.place for d in report.damage] == [f"{name}:{n}" for n in (2, 4, 5, 7)]
