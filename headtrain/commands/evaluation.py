@@ -104,7 +104,8 @@ def evaluate(
     """Decode held-out prompts with and without drafts; report acceptance, tau, tokens/s and equality by route.
 
     Every prompt is decoded once without drafts and once with every drafter, chain length, tree and temperature asked
-    for. An interrupted evaluation goes on with the same command.
+    for. An interrupted evaluation goes on with the same command. Exit code of --server: 0 every request was answered,
+    1 some failed (their number and the first are printed), 2 none was answered or nothing could be sent, 130 Ctrl-C.
 
     \b
     headtrain eval runs/quickstart
@@ -157,12 +158,14 @@ def evaluate(
             slo = Slo(slo_tpot_ms, slo_ttft_ms)
         except ValueError as error:
             raise RecipeError(f"--server: {error}") from None
-        served = run_server(
+        runs = run_server(
             server, specs, to, out, load=load, slo=slo, model=model,
             api_key_env=api_key_env, limit_per_route=limit_per_route, baseline=baseline,
         )  # fmt: skip
-        if served.interrupted:
+        if runs[-1].interrupted:
             raise typer.Exit(130)
+        if any(served.failed for served in runs):
+            raise typer.Exit(1)
         return
     ks = k if k is not None else str(pick("k", None, 5))
     chains = [] if ks == "0" else numbers("--k", ks, int, 1)

@@ -30,19 +30,22 @@ def run_server(
     limit_per_route: int | None = None,
     baseline: str | None = None,
     quiet: bool = False,
-) -> ServerRun:
-    """Measure, write ``folder/server.json`` after every level, print the tables.
+) -> list[ServerRun]:
+    """Measure, write ``folder/server.json`` after every level, print the tables. Returns the runs that were measured
+    here: that of a second server, where one is the baseline, and last that of ``url``.
 
     prompts: files or folders. api_key_env: the name of the environment variable that holds the key. baseline: an
     earlier server.json, or the address of a second server, which is measured first and stored as baseline.json; it
-    must have had the same load. After Ctrl-C what was measured is written and shown, and the run that is returned
-    has ``interrupted`` set. Raises ServerError, DataError.
+    must have had the same load. After Ctrl-C what was measured is written and shown, and the last run that is returned
+    has ``interrupted`` set. Raises ServerError (also where no request was answered, after that was written and shown),
+    DataError.
     """
     key = api_key(api_key_env)
     chats = load_chats(prompts, limit_per_route)
     other = None
     if baseline is not None and not baseline.startswith(("http://", "https://")):
         other = read_run(Path(baseline))
+        other.require_answers()
         if lines := differences(load.settings(chats), other.settings):  # before minutes of load, not after
             raise ServerError(f"{baseline} had another load:\n  " + "\n  ".join(lines))
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,18 +56,23 @@ def run_server(
         console.print(table(run, slo))
         for line in [*remarks(run), str(folder / name), ""]:
             console.print(plain(line))
+        if not run.interrupted:
+            run.require_answers()
         return run
 
+    runs = []
     if baseline is not None and other is None:
         other = measured(baseline, "baseline.json")
+        runs.append(other)
         if other.interrupted:
-            return other
+            return runs
     run = measured(url, "server.json")
+    runs.append(run)
     if other is not None:
         console.print(comparison_table(run, other, slo))
         for line in comparison_remarks(run, other):
             console.print(plain(line))
-    return run
+    return runs
 
 
 def plain(text: str) -> Text:
@@ -138,6 +146,12 @@ def remarks(run: ServerRun) -> list[str]:
             lines.append(f"{at} only {level.peak} requests were under way at once: give more requests")
         if not level.complete:
             lines.append(f"{at} interrupted after {len(level.records)} requests")
+    if run.failed:
+        first = run.failed[0]
+        lines.append(
+            f"{len(run.failed)} of {run.requests} requests failed, the first {first.prompt} with {first.failure}; the "
+            "times are of those that were answered"
+        )
     if len(run.levels) > 1:
         lines.append("prompts come again at each concurrency: TTFT is that of cached prompts if the server caches them")
     return lines

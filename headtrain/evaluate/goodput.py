@@ -84,6 +84,24 @@ class ServerRun:
     def routes(self) -> list[str]:
         return sorted({r.route for level in self.levels for r in level.records})
 
+    @property
+    def requests(self) -> int:
+        return sum(len(level.records) for level in self.levels)
+
+    @property
+    def failed(self) -> list[Record]:
+        """In the order of the levels and of sending."""
+        return [r for level in self.levels for r in level.records if r.failure is not None]
+
+    def require_answers(self) -> None:
+        """Raises ServerError, naming the first failure, where requests were sent and none was answered."""
+        if self.requests and len(self.failed) == self.requests:
+            first = self.failed[0]
+            raise ServerError(
+                f"{self.server.get('url')}: none of {self.requests} requests was answered; the first, {first.prompt}, "
+                f"failed with {first.failure}: {first.detail}"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         return _clean({"format": FORMAT, "kind": "server", **asdict(self)})
 

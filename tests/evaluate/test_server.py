@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import time
 
@@ -12,7 +13,9 @@ import pytest
 from chat_server import ChatServer
 from rich.console import Console
 from test_prometheus import vllm
+from typer.testing import CliRunner
 
+from headtrain.cli import app
 from headtrain.commands.server import api_key, read_run, run_server, title
 from headtrain.evaluate.client import Answer, ChatPrompt, ServerError
 from headtrain.evaluate.goodput import Slo, summaries
@@ -267,7 +270,7 @@ def command(server, tmp_path, name="run", load=ONE, routes="xxy", **more):
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     console = Console(file=io.StringIO(), width=100)
-    run = run_server(server.url, [str(file)], tmp_path / name, console, load=load, quiet=True, **more)
+    *_, run = run_server(server.url, [str(file)], tmp_path / name, console, load=load, quiet=True, **more)
     return run, " ".join(console.file.getvalue().split())
 
 
@@ -344,3 +347,37 @@ def test_a_route_named_as_the_total_is_no_total(tmp_path):
     assert run.routes == ["all (route)", "x"] and run.levels[0].records[0].route != "all"
     rows = {s.route: s.requests for s in summaries(run, Slo())}
     assert rows == {"all (route)": 2, "x": 1, "all": 3} and "1 all (route) 2" in said
+
+
+def test_requests_that_failed_show_in_the_exit_code(tmp_path):
+    words = ["eval", "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "4", "--concurrency", "1,2"]
+
+    def coded(server, *more):
+        whole = [*words, "--server", server.url, "--out", str(tmp_path / "out"), *more]
+        return CliRunner().invoke(app, whole, env={"COLUMNS": "200"})
+
+    with ChatServer() as server:
+        command(server, tmp_path)  # writes the prompts a, b, c
+        assert coded(server).exit_code == 0
+    with ChatServer(faults={"b": 500}) as server, ChatServer() as sound:
+        some = coded(server)
+        run = read_run(tmp_path / "out" / "server.json")
+        assert (
+            some.exit_code == 1 and f"{len(run.failed)} of {run.requests} requests failed, the first b" in some.output
+        )
+        assert {r.prompt for r in run.failed} == {"b"} and "none" not in some.output
+        assert coded(sound, "--baseline", server.url).exit_code == 1  # a second server's count, too
+    with ChatServer(faults=dict.fromkeys("abc", 503)) as server:
+        none = coded(server)
+        assert isinstance(none.exception, ServerError)  # `cli.main` ends these with exit code 2
+        assert re.search(
+            r"none of 7 requests was answered; the first, [abc], failed with http 503", str(none.exception)
+        )
+        stored = tmp_path / "out" / "server.json"
+        assert len(read_run(stored).failed) == 7 and "7 of 7 requests failed" in none.output  # written, and shown
+        asked = len(server.seen)
+        with pytest.raises(ServerError, match="none of 7 requests was answered"):
+            command(server, tmp_path, load=Load((1, 2), max_tokens=4), baseline=str(stored))
+        assert len(server.seen) == asked
+        assert coded(server, "--baseline", server.url).exit_code != 0 and len(server.seen) < 2 * asked + 2
+    assert "1 some failed" in " ".join(CliRunner().invoke(app, ["eval", "--help"]).output.split())
