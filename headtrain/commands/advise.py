@@ -16,6 +16,7 @@ from . import serving
 
 if TYPE_CHECKING:
     from ..evaluate.advise import Advice, RouteAdvice
+    from ..evaluate.candidates import Candidate
 
 
 def advise(
@@ -34,6 +35,7 @@ def advise(
     engine: Annotated[
         list[str] | None, typer.Option(help="only modes that this engine ships; repeat for several")
     ] = None,
+    route: Annotated[list[str] | None, typer.Option(help="only this route; repeat for several")] = None,
     target: serving.Target = None,
     parameters: serving.Parameters = None,
     device: serving.DeviceName = None,
@@ -54,6 +56,7 @@ def advise(
 
     \b
     headtrain advise runs/quickstart
+    headtrain advise runs/quickstart --route code --route all
     headtrain advise eval.json --target recipes/llama-3.1-8b-eagle3.yaml --device h100 --concurrency 32
     """
     from ..evaluate.advise import advise as recommend
@@ -69,7 +72,7 @@ def advise(
         serving.require_measured_on(cases, setup)
         ratio = read_ratio(cost_ratio or [], [case.drafter["label"] for case in cases])
         verify = None if verify_cost is None else VerifyCost.parse(verify_cost)
-        made = recommend(cases, ratio, verify, concurrency, setup, engine or None)
+        made = recommend(cases, ratio, verify, concurrency, setup, engine or None, route or None)
     except RecipeError:
         raise
     except ValueError as error:
@@ -109,7 +112,8 @@ def read_ratio(given: list[str], labels: list[str]) -> float | dict[str, float] 
 def table(made: Advice) -> Table:
     """A row for each route and temperature."""
     out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left", caption_style="dim")
-    out.caption = "speed-up: with its 95 % interval over prompts; off: the batch from which it never pays"
+    out.caption = "speed-up: with its 95 % interval over prompts, without speculation that of the best measured; "
+    out.caption += "off: the batch from which it never pays"
     for name in ("route", "T", "use", "speed-up", "off", "ships in"):
         out.add_column(name, overflow="fold")
     for r in made.routes:
@@ -120,11 +124,15 @@ def table(made: Advice) -> Table:
 def cells(r: RouteAdvice) -> list[str]:
     first = [r.route, f"{r.temperature:g}"]
     if r.chosen is None:
-        return [*first, "no speculation", "-", "always", "-"]
-    c = r.chosen
-    interval = "" if c.low != c.low else f" ({c.low:.2f}-{c.high:.2f})"
+        return [*first, "no speculation", speed(r.best), "always", "-"]
     engines = ", ".join(f"{m.title} {m.versions}" for m in r.engines)
-    return [*first, c.name, f"{c.speedup:.2f}x{interval}", str(r.off_from_batch or "-"), engines]
+    return [*first, r.chosen.name, speed(r.chosen), str(r.off_from_batch or "-"), engines]
+
+
+def speed(c: Candidate | None) -> str:
+    if c is None:
+        return "-"
+    return f"{c.speedup:.2f}x" + ("" if c.low != c.low else f" ({c.low:.2f}-{c.high:.2f})")
 
 
 def lines(made: Advice) -> list[str]:
@@ -133,6 +141,7 @@ def lines(made: Advice) -> list[str]:
     for r in made.routes:
         at = f"{r.route}:" if r.temperature == 0 else f"{r.route}, T {r.temperature:g}:"
         out += [f"{at} {line}" for line in r.reasons] + [f"{at} warning: {line}" for line in r.warnings]
-        out += [f"{at} {m.title}: {m.note}" for m in r.engines if m.note]
+    modes = {(m.title, m.mode): m.note for r in made.routes for m in r.engines if m.note}  # once, for all routes
+    out += [f"{title}, {mode}: {note}" for (title, mode), note in modes.items()]
     out += [f"refused: {line}" for line in made.refused] + [f"warning: {line}" for line in made.warnings]
     return out + [f"assumed: {line}" for line in made.assumptions]

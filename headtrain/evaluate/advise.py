@@ -1,21 +1,14 @@
 """Which way of drafting, for which route, and why: from evaluated cases to a recommendation in plain words.
 
-The rule. A candidate is worth serving where the lower end of its speed-up's interval is above 1. Of those the fastest
-leads; where another one's interval overlaps with the leader's, the two cannot be told apart and the simpler is taken
-(no weights before a head before a second model, a chain before a tree, fewer parameters, a smaller k). Among the k of
-one drafter, prompts are compared one by one, which tells apart more than overlapping intervals do; there the larger k
-must be faster by more than NEGLIGIBLE.
+The rule by which one is chosen is in ``choice``.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from ..export.engines import MODES, Mode, shipping
 from ..heads.catalog import HEADS
@@ -29,12 +22,11 @@ from .candidates import (
     drafter_key,
     largest_forward,
 )
+from .choice import OFF, SIMPLEST_FIRST, choose, gain, verdict
 from .results import ALL, Evaluation, clean
 from .roofline import LARGEST_BATCH, Setup
 from .speedup import VerifyCost
 
-SIMPLEST_FIRST = {LOOKUP: 0, HEAD: 1, DRAFT_MODEL: 2}
-NEGLIGIBLE = 0.02  # of the speed: not worth verifying more tokens for
 FEW_PROMPTS, FEW_ROUNDS = 5, 200
 SMALLEST, LARGEST = 10, 5  # a draft model is usually 1/10 to 1/5 of its target
 OPEN_ENDED = ("chat", "open", "creative", "writing", "story", "roleplay", "brainstorm")
@@ -44,12 +36,15 @@ TIES = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.25}
 
 @dataclass(frozen=True)
 class RouteAdvice:
-    """chosen None: no speculation. off_from_batch: the batch from which it never pays (None: unknown, or it pays as far
-    as was searched). engines: (title, versions, note) of those that ship it. fastest_first: every candidate."""
+    """verdict: see ``choice.verdict``. chosen None: no speculation. best: the chosen one, else the fastest that could
+    be. off_from_batch: the batch from which it never pays (None: unknown, or it pays as far as was searched). engines:
+    (title, versions, note) of those that ship it. fastest_first: every candidate."""
 
     route: str
     temperature: float
+    verdict: str
     chosen: Candidate | None
+    best: Candidate | None
     off_from_batch: int | None
     reasons: list[str]
     warnings: list[str]
@@ -73,6 +68,7 @@ class Advice:
             {
                 "route": r.route,
                 "temperature": r.temperature,
+                "verdict": r.verdict,
                 "strategy": r.chosen.to_dict() if r.chosen else None,
                 "off_from_batch": r.off_from_batch,
                 "reasons": r.reasons,
@@ -93,14 +89,15 @@ def advise(
     concurrency: int | None = None,
     setup: Setup | None = None,
     engines: Sequence[str] | None = None,
+    only: Sequence[str] | None = None,
 ) -> Advice:
-    """A strategy for each route, or none.
+    """A strategy for each route (of ``only``, where it is given), or none.
 
     cost_ratio: a draft step / a plain target step, for all drafters but lookups, or by their labels. verify_cost: of a
     target forward of n tokens. concurrency: sequences at the same time. setup: the target's sizes and its device, for a
     roofline. With none of these, speeds that were timed here (batch 1) are used as they are, and others follow from
     acceptance and the timed costs. engines: those that may be used; None: all known. Raises ValueError for no cases,
-    impossible costs, unknown engines, and a concurrency without costs.
+    impossible costs, unknown engines or routes, and a concurrency without costs.
     """
     if not cases:
         raise ValueError("no evaluated cases: run `headtrain eval` first")
@@ -115,6 +112,7 @@ def advise(
             raise ValueError(f"{case.drafter['label']}: family {found!r}; expected one of {expected}")
     if unknown := [name for name in engines or () if name not in known]:
         raise ValueError(f"no engine named {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}")
+    routes = _routes(cases, only)
     book = CostBook(cases, cost_ratio, verify_cost, setup, concurrency)
     out = Advice()
     usable = []
@@ -125,19 +123,28 @@ def advise(
             usable.append(case)
             out.warnings += [line for line in misfits(case) if line not in out.warnings]
     out.warnings += twice(usable)
-    routes = list(dict.fromkeys(route for case in cases for route in case.routes))
     for temperature in sorted({case.settings["temperature"] for case in cases}):
         measured = [case for case in cases if case.settings["temperature"] == temperature]
         group = [case for case in usable if case.settings["temperature"] == temperature]
-        for route in [*routes, *([] if len(routes) == 1 else [ALL])]:
+        for route in routes:
             found = [c for case in group for c in candidates(case, route, _lengths(case, group, book), book)]
             if found:
                 out.routes.append(_route(route, temperature, found, book, group, engines, out))
             elif route == ALL or any(route in case.routes for case in measured):
                 reason = _nothing_left(route, group, book)
-                out.routes.append(RouteAdvice(route, temperature, None, None, [reason], [], [], []))
+                out.routes.append(RouteAdvice(route, temperature, OFF, None, None, None, [reason], [], [], []))
     out.assumptions += _assumptions(usable, book)
     return out
+
+
+def _routes(cases: Sequence[Evaluation], only: Sequence[str] | None) -> list[str]:
+    """Each route, and ALL where there are several. Raises ValueError for one that was not measured."""
+    single = list(dict.fromkeys(route for case in cases for route in case.routes))
+    known = single if len(single) == 1 else [*single, ALL]
+    asked = known if only is None else [single[0] if name == ALL and len(single) == 1 else name for name in only]
+    if missing := [name for name in asked if name not in known]:
+        raise ValueError(f"no route {', '.join(map(repr, missing))} in this evaluation; it has: {', '.join(known)}")
+    return list(dict.fromkeys(asked))
 
 
 def _nothing_left(route: str, group: Sequence[Evaluation], book: CostBook) -> str:
@@ -208,70 +215,6 @@ def misfits(case: Evaluation) -> list[str]:
     return lines
 
 
-def choose(found: Sequence[Candidate]) -> tuple[Candidate | None, list[str]]:
-    """The recommendation among candidates of one route, and the reasons; None: no speculation."""
-    if not found:
-        return None, []
-    top = max(found, key=lambda c: c.speedup)
-    sure = [c for c in found if (c.speedup if math.isnan(c.low) else c.low) > 1]
-    if not sure:
-        if top.speedup <= 1:
-            return None, [f"every way of drafting is slower than none here; the best is {_gain(top)}"]
-        return None, [f"the best, {_gain(top)}, cannot be told from no gain: leave speculation off, or measure more"]
-    leader = max(sure, key=lambda c: c.speedup)
-    drafters: dict[str, list[Candidate]] = {}
-    for c in sure:
-        drafters.setdefault(c.key, []).append(c)
-    picks = [_shortest(group) for group in drafters.values()]
-    tied = [c for c in picks if c.key == leader.key or _overlap(c, leader)]
-    chosen = min(tied, key=_simplicity)
-    reasons = [f"{_gain(chosen)}; {chosen.tau:.2f} tokens a round"]
-    if chosen is not leader:
-        how = "compared prompt by prompt" if chosen.key == leader.key else "the intervals overlap"
-        why = _why_simpler(chosen, leader)
-        reasons.append(f"{_gain(leader)} is not clearly faster ({how}), so the simpler is taken: {why}")
-    return chosen, reasons
-
-
-def _shortest(group: Sequence[Candidate]) -> Candidate:
-    """Of one drafter's candidates: the smallest k that is not clearly slower than the fastest."""
-    top = max(group, key=lambda c: c.speedup)
-    return next(c for c in sorted(group, key=lambda c: c.k) if c is top or _not_slower(c, top))
-
-
-def _not_slower(c: Candidate, top: Candidate) -> bool:
-    if c.samples is None or top.samples is None:
-        return c.speedup >= top.speedup
-    if c.ids != top.ids:
-        return _overlap(c, top)
-    return (top.samples / c.samples).quantile(torch.tensor(0.025, dtype=torch.float64)).item() <= 1 + NEGLIGIBLE
-
-
-def _overlap(a: Candidate, b: Candidate) -> bool:
-    if math.isnan(a.low) or math.isnan(b.low):
-        return False
-    return a.low <= b.high and b.low <= a.high
-
-
-def _simplicity(c: Candidate) -> tuple:
-    return SIMPLEST_FIRST[c.family], c.tree is not None, c.parameters, c.nodes, -c.speedup
-
-
-def _why_simpler(chosen: Candidate, other: Candidate) -> str:
-    if chosen.family != other.family:
-        return {LOOKUP: "it has no weights", HEAD: "it needs no second model"}.get(chosen.family, "")
-    if (chosen.tree is None) != (other.tree is None):
-        return "a chain needs no tree attention and fewer verified tokens"
-    if chosen.parameters != other.parameters:
-        return "it has fewer parameters"
-    return "it verifies fewer tokens, which counts as soon as several sequences share the device"
-
-
-def _gain(c: Candidate) -> str:
-    interval = ", too few prompts for an interval" if math.isnan(c.low) else f", {c.low:.2f} to {c.high:.2f}"
-    return f"{c.name}: {c.speedup:.2f}x ({'timed at batch 1' if c.timed else 'computed'}{interval})"
-
-
 def _route(
     route: str,
     temperature: float,
@@ -283,12 +226,13 @@ def _route(
 ) -> RouteAdvice:
     ways = {c.key: _ships(c, engines) for c in found}
     allowed = [c for c in found if not c.barred]
-    chosen, reasons = choose([c for c in allowed if ways[c.key]])
+    served = [c for c in allowed if ways[c.key]]
+    chosen, reasons = choose(served)
     wished, _ = choose(allowed)
     barred = _barred(found)
     if wished is not None and not ways[wished.key]:
         among = "of yours" if engines else "that is known"
-        reasons.append(f"{_gain(wished)} is left out: no engine {among} ships {wished.mode} drafting of this kind")
+        reasons.append(f"{gain(wished)} is left out: no engine {among} ships {wished.mode} drafting of this kind")
         line = f"{route}: {wished.name} is promised for no engine; only headtrain's own decoding has it"
         out.refused.append(line)
     if not reasons and not barred:
@@ -309,7 +253,9 @@ def _route(
     reasons += barred
     ordered = sorted(found, key=lambda c: -c.speedup)
     shipped = ways[chosen.key] if chosen else []
-    return RouteAdvice(route, temperature, chosen, off, reasons, warnings, shipped, ordered)
+    best = chosen or max(served, key=lambda c: c.speedup, default=None)
+    said = verdict(chosen, served)
+    return RouteAdvice(route, temperature, said, chosen, best, off, reasons, warnings, shipped, ordered)
 
 
 def _barred(found: Sequence[Candidate]) -> list[str]:

@@ -10,6 +10,8 @@ from rich import box
 from rich.markup import escape as plain
 from rich.table import Table
 
+from .advise import advise
+from .choice import INDIFFERENT, OFF, RECOMMEND
 from .curves import Series, html_list, html_table, line_plot, page
 from .results import ALL, DECODE, STORED, Evaluation, RouteSummary
 from .sweep import Sweep
@@ -154,11 +156,12 @@ def difference_lines(case: Evaluation, shown: int = 5) -> list[str]:
 
 
 def html_report(sweep: Sweep) -> str:
-    """One self-contained page: tau by route, alpha by depth, speed-up over k, every table. Readable on a phone; no
-    scripts."""
+    """One self-contained page: the verdict by route, tau by route, alpha by depth, speed-up over k, every table.
+    Readable on a phone; no scripts."""
     head = sweep.headline
     taus = [(s.route, s.tau, f"{s.tau:.2f}{_interval(s)}") for s in head.summaries() if s.rounds > 0]
     sections = [
+        ("Verdict", _verdict_html(sweep)),
         (f"tau by route: {title(head)}", bars(taus, start=1.0)),
         ("Acceptance by depth, all routes", _alpha_plot(sweep)),
     ]
@@ -175,6 +178,33 @@ def html_report(sweep: Sweep) -> str:
     sections.append(("Made with", html_list([made])))
     kinds = ", ".join(dict.fromkeys(map(drafter_name, sweep.cases)))
     return page(f"{kinds} on {sweep.target['name']}", sections)
+
+
+WORDS = {
+    RECOMMEND: "recommended: serve {}",
+    INDIFFERENT: "indifferent: {} cannot be told from no speculation; leave it off, or measure more",
+    OFF: "off: {}",
+}
+
+
+def _verdict_html(sweep: Sweep) -> str:
+    """What ``advise`` says of these cases at batch 1, as they were timed, with 95 % intervals over prompts."""
+    try:
+        made = advise(sweep.cases)
+    except ValueError as error:
+        return html_list([f"none: {error}"])
+    rows = []
+    for r in made.routes:
+        best = r.best.name if r.best else ""
+        none = f"the best, {best}, is no faster" if best else r.reasons[0]
+        gain = _number(r.best.speedup, ".2f", "x") if r.best else "-"
+        ends = "-" if r.best is None or math.isnan(r.best.low) else f"{r.best.low:.2f} to {r.best.high:.2f}"
+        how = "-" if r.best is None else "timed" if r.best.timed else "computed"
+        at = r.route if r.temperature == 0 else f"{r.route}, T {r.temperature:g}"
+        rows.append([at, WORDS[r.verdict].format(none if r.verdict == OFF else best), gain, ends, how])
+    notes = [*made.refused, *made.warnings, *made.assumptions]
+    notes.append("one sequence at a time; `headtrain advise` answers for other devices and loads, with the reasons")
+    return html_table(("route", "verdict", "speed-up", "95 %", ""), rows) + html_list(notes)
 
 
 def _routes_html(case: Evaluation) -> str:

@@ -378,6 +378,18 @@ def test_advice_is_a_table_and_reasons(evaluated):
     assert route["strategy"]["label"] == "the head" and route["strategy"]["speedup"] == pytest.approx(tau / 1.5)
 
 
+def test_advice_on_one_route_and_each_engines_note_once(evaluated):
+    two = case(HEAD, 3, ROUNDS)
+    two.results += case(HEAD, 3, ROUNDS, route="maths").results
+    two.target = {"parameters": 100}
+    rewrite(evaluated, [two])
+    text = run("advise", evaluated)
+    assert text.count("topk 1") == 1 and "SGLang, head: topk 1" in text and "maths: the head, k 3" in text
+    text = run("advise", evaluated, "--route", "maths")
+    assert "maths: the head, k 3" in text and "code" not in text and "all:" not in text
+    assert "no route 'x' in this evaluation; it has: code, maths, all" in refused("advise", evaluated, "--route", "x")
+
+
 def test_advice_where_everything_is_refused_has_a_row_and_a_reason(evaluated):
     loose = case(HEAD, 3, ROUNDS)
     loose.settings["acceptance"] = "typical"

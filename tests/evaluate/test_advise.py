@@ -12,9 +12,11 @@ import torch
 from headtrain.decode.generate import Round
 from headtrain.evaluate.advise import advise
 from headtrain.evaluate.candidates import drafter_key, measured_costs
+from headtrain.evaluate.report import html_report
 from headtrain.evaluate.results import RESAMPLES, Difference, Evaluation, PromptResult, Side
 from headtrain.evaluate.roofline import PLAIN, Cache, Device, Draft, Model, Setup
 from headtrain.evaluate.speedup import VerifyCost, chain_point
+from headtrain.evaluate.sweep import Sweep
 from headtrain.export.engines import MODES, shipping
 from headtrain.heads.catalog import HEADS
 
@@ -67,7 +69,7 @@ def case(
     return Evaluation(
         target={"name": "t", "dtype": "float32", "parameters": 100, "model_type": "llama"},
         drafter=drafter,
-        settings={"k": k, "temperature": temperature, "mode": mode, "tree": tree},
+        settings={"k": k, "temperature": temperature, "mode": mode, "tree": tree, "max_new_tokens": 9},
         versions={},
         results=results,
     )
@@ -493,3 +495,45 @@ def test_bad_input():
     empty.results = []
     nothing = only(advise([empty]))
     assert nothing.chosen is None and "nothing was decoded past the first token" in nothing.reasons[0]
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_is_one_of_three():
+    sure, none = only(advise([case(c=0.02)])), only(advise([case(alphas=(0.1, 0.1), c=0.2)]))
+    open_ = only(advise([case(alphas=(0.5, 0.3), prompts=5, rounds=4, c=0.4)]))
+    assert [r.verdict for r in (sure, open_, none)] == ["recommend", "indifferent", "off"]
+    assert sure.best is sure.chosen and open_.best.low < 1 < open_.best.high and none.best.high <= 1
+    # slower as measured, but with an interval that reaches above 1: not known to be slower, and so not said to be
+    close = only(advise([case(alphas=(0.4, 0.3), prompts=5, rounds=4, c=0.4)]))
+    assert close.best.speedup < 1 < close.best.high
+    assert close.verdict == "indifferent" and "cannot be told from no gain" in close.reasons[0]
+    # what is refused, barred or shipped by nobody is no reason to hope
+    assert only(advise([case(NGRAM, (0.0,) * 5, c=0.0, verify=0.8)])).verdict == "off"
+    assert only(advise([case({**HEAD, "kind": "homemade"})])).verdict == "off"
+    assert only(advise([case(differences=[Difference(3, 1, 2, 0.4)])])).verdict == "off"
+
+
+def test_the_report_begins_with_the_verdict():
+    cases = [case(c=0.02), case(alphas=(0.1,) * 5, route="maths", c=0.2)]
+    cases[0].results += cases[1].results
+    cases[0].results += case(alphas=(0.5, 0.3, 0, 0, 0), prompts=5, rounds=4, c=0.16, route="chat").results
+    page = html_report(Sweep(cases[0].target, {"torch": "x"}, cases[:1]))
+    top = page[: page.index("tau by route")]
+    assert top.index("Verdict") > 0 and "<td>code</td><td>recommended: serve the head, k 5</td>" in top
+    assert "<td>maths</td><td>off: the best, the head, k 5, is no faster</td>" in top
+    assert "<td>chat</td><td>indifferent: the head, k 5 cannot be told from no speculation" in top
+    code = advise(cases[:1], only=["code"]).routes[0].chosen
+    assert f"<td>{code.speedup:.2f}x</td><td>{code.low:.2f} to {code.high:.2f}</td><td>timed</td>" in top
+    unknown = case({**HEAD, "parameters": None}, mode="replay")
+    assert "nothing says what a draft step costs" in html_report(Sweep(unknown.target, {}, [unknown]))
+
+
+def test_only_the_routes_that_were_asked_for():
+    both = case(c=0.02)
+    both.results += case(route="maths", seed=3).results
+    assert [r.route for r in advise([both], only=["maths", "all", "maths"]).routes] == ["maths", "all"]
+    assert [r.route for r in advise([case()], only=["all"]).routes] == ["code"]  # the only one is all there is
+    with pytest.raises(ValueError, match="no route 'x' in this evaluation; it has: code, maths, all"):
+        advise([both], only=["x", "code"])
