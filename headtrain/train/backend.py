@@ -5,47 +5,24 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env, set_seed
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize
 
-from ..config import RecipeError
+from ..config import RecipeError, TrainSection
 from ..heads.base import DraftHead
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums
 from .joint import Joint
-
-
-class HeadLoss(nn.Module):
-    """A head's loss as ``forward``, the form that data-parallel wrappers hook into. head: or what is trained like one
-    (``joint.Joint``)."""
-
-    def __init__(self, head: DraftHead | Joint) -> None:
-        super().__init__()
-        self.head = head
-        # Buffers are the target's frozen tensors, the same on every rank: never sent around.
-        names = [name for name, _ in self.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, names)
-
-    def forward(
-        self, batch: Batch, features: Features, teacher: Teacher, depth: int, exchange: bool = False
-    ) -> LossSums:
-        """exchange: ranks add up their gradients in this backward pass, which waits for one of every parameter; a
-        shallow stage of the depth schedule gives none to some, so each is made to have one (zero)."""
-        with parametrize.cached():  # a weight that is computed (LoRA) is computed once
-            sums = self.head.loss(batch, features, teacher, depth)
-        if not exchange:
-            return sums
-        nothing = sum(p.reshape(-1)[0] for p in self.head.parameters() if p.requires_grad) * 0.0
-        return replace(sums, total=sums.total + nothing)
+from .launched import hidden, strategy
+from .optim import HeadOptimizer
+from .replicated import HeadLoss
 
 
 def cpu_has_bf16() -> bool:
@@ -69,24 +46,31 @@ def resolve_precision(wanted: str, device: torch.device) -> str:
 
 class Backend:
     """One process of a run. ``rank`` of ``world``; ``device``; ``precision``: fp32, or bf16 (autocast over fp32
-    masters). Trackers are started on the main process alone."""
+    masters). Trackers are started on the main process alone. timeout: seconds that one exchange may take."""
 
-    def __init__(self, precision: str = "auto", trackers: list[str] | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        precision: str = "auto",
+        trackers: list[str] | None = None,
+        folder: Path | None = None,
+        timeout: float = 600.0,
+    ) -> None:
         trackers = trackers or []
         for name in trackers:
             if importlib.util.find_spec(name) is None:
                 raise RecipeError(f"train.trackers: {name} is not installed; pip install 'headtrain[{name}]'")
         # Without an accelerator a run is a CPU run, also where `accelerate launch` was not told `--cpu`.
         cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-        self.device = PartialState(cpu=cpu).device
-        self.precision = resolve_precision(precision, self.device)
-        self.accelerator = Accelerator(
-            cpu=cpu,
-            mixed_precision="bf16" if self.precision == "bf16" else "no",
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-            log_with=trackers or None,
-            project_dir=str(folder) if folder else None,
-        )
+        self._split = strategy()
+        with hidden():  # accelerate brings ranks up and finds devices; what is split over them is split here
+            self.device = PartialState(cpu=cpu, timeout=timedelta(seconds=timeout)).device
+            self.precision = resolve_precision(precision, self.device)
+            self.accelerator = Accelerator(
+                cpu=cpu,
+                mixed_precision="bf16" if self.precision == "bf16" else "no",
+                log_with=trackers or None,
+                project_dir=str(folder) if folder else None,
+            )
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         if self.device.type == "cpu":
             # `accelerate launch` gives each process one thread; a run takes the machine's cores, shared by its ranks
@@ -96,9 +80,18 @@ class Backend:
 
     def prepare(self, head: DraftHead | Joint) -> None:
         """Wrap what is trained, and nothing else."""
-        self._loss = HeadLoss(head.to(self.device))
-        self._wrapped = self.accelerator.prepare(self._loss)
-        self._parameters = [p for p in head.parameters() if p.requires_grad]
+        self._strategy = self._split(HeadLoss(head.to(self.device)), self.world)
+
+    def optimizer(
+        self, head: DraftHead, train: TrainSection, adapter: dict[str, nn.Parameter] | None = None
+    ) -> HeadOptimizer:
+        """Of what was prepared; arguments as in ``HeadOptimizer``."""
+        bf16_is_fast = self.device.type != "cpu" or cpu_has_bf16()
+        return self._strategy.optimizer(head, train, torch.bfloat16 if bf16_is_fast else torch.float32, adapter)
+
+    def whole(self) -> AbstractContextManager:
+        """The head's parameters are there, whole, on every rank: to evaluate or to save. For all ranks together."""
+        return self._strategy.whole()
 
     def backward(self, micro: tuple[Batch, Features], teacher: Teacher, depth: int, seed: int, last: bool) -> LossSums:
         """One micro-batch: loss and its gradient, added to what is there. Ranks exchange gradients at the ``last``
@@ -106,21 +99,24 @@ class Backend:
         of ranks or on interruptions."""
         set_seed(seed)
         exchange = last and self.world > 1
-        local = nullcontext() if exchange or self.world == 1 else self.accelerator.no_sync(self._wrapped)
-        with local:
-            sums = self._wrapped(*micro, teacher, depth, exchange)
-            self.accelerator.backward(sums.total)
-        return sums.detached()
+        with self._strategy.accumulating(exchange):
+            with self.accelerator.autocast():
+                total, sums = self._strategy.wrapped(*micro, teacher, depth, exchange)
+            self._strategy.backward(total)
+        return sums
 
     @torch.no_grad()
     def evaluate(self, micro: tuple[Batch, Features], teacher: Teacher, depth: int) -> LossSums:
-        """Loss sums without gradient or communication, so that ranks may hold unequal numbers of batches."""
+        """Loss sums without gradient or communication, so that ranks may hold unequal numbers of batches. Inside
+        ``whole``."""
         set_seed(0)
-        self._loss.eval()
+        loss = self._strategy.loss
+        loss.eval()
         try:
-            return self._loss(*micro, teacher, depth).detached()
+            with self.accelerator.autocast():
+                return loss.forward(*micro, teacher, depth)[1]  # not called: wrappers' hooks stay out
         finally:
-            self._loss.train()
+            loss.train()
 
     def normalise(self, count: float, clip: float) -> float:
         """Divide the accumulated gradient by the global supervised ``count`` and clip it by its global norm, in one
@@ -129,15 +125,20 @@ class Backend:
         A gradient that is zero throughout is taken away: nothing of this step used the parameter, and its optimizer
         state must not depend on whether an exchange between ranks filled in the zeros.
         """
-        used = [p for p in self._parameters if p.grad is not None]
-        norms = torch.stack(torch._foreach_norm([p.grad for p in used])).double().tolist() if used else []
-        for p, norm in zip(used, norms, strict=True):
-            if norm == 0:
-                p.grad = None
-        # DDP averaged the ranks' sums: times world is their sum.
+        used = self._strategy.gradients()
+        squares = torch.zeros(0, dtype=torch.float64)
+        if used:
+            squares = torch.stack(torch._foreach_norm(list(used.values()))).double().square()
+        squares = (self.sum(squares) if self._strategy.sharded else squares).tolist()
+        grads = []
+        for (p, grad), square in zip(used.items(), squares, strict=True):
+            if square == 0:
+                self._strategy.unused(p)
+            else:
+                grads.append(grad)
+        # The ranks' sums were averaged: times world is their sum.
         scale = self.world / max(count, 1.0)
-        total = math.sqrt(sum(n * n for n in norms)) * scale
-        grads = [p.grad for p in used if p.grad is not None]
+        total = math.sqrt(sum(squares)) * scale
         if grads and math.isfinite(total):
             torch._foreach_mul_(grads, scale * min(1.0, clip / (total + 1e-6)))
         return total

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..config import TrainSection
 from ..heads.base import DraftHead
@@ -35,12 +36,31 @@ def lr_factor(step: int, total: int, schedule: str, warmup: float, decay: float,
     raise ValueError(f"unknown schedule {schedule!r}")
 
 
+def local(value: Tensor) -> Tensor:
+    """This rank's part of a tensor that is split over ranks."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def whole(value: Tensor) -> Tensor:
+    """All of a tensor that is split over ranks, which do this together."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def split_like(value: Tensor, p: Tensor) -> Tensor:
+    """The whole ``value``, which each rank has, placed and split as ``p`` is."""
+    value = value.to(p.device)
+    if isinstance(p, DTensor):
+        value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+    return value
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum orthogonalised by Newton-Schulz (Jordan 2024), the update of ``torch.optim.Muon`` with its default
     ``sqrt(max(1, rows/columns))`` scale.
 
     The only difference is ``dtype``, the precision of the iteration: torch's is bfloat16 always, which a CPU without
-    bf16 instructions runs about five times slower than fp32.
+    bf16 instructions runs about five times slower than fp32. A matrix that is split over ranks is gathered, and each
+    rank orthogonalises all of it.
     """
 
     COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -59,9 +79,9 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 buffer = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-                update = self._orthogonal(p.grad.lerp(buffer, group["momentum"]))
+                update = self._orthogonal(whole(p.grad.lerp(buffer, group["momentum"])))
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1])))
+                p.add_(split_like(update, p), alpha=-group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1])))
 
     def _orthogonal(self, x: Tensor, iterations: int = 5) -> Tensor:
         """[m, n] -> the nearest (semi-)orthogonal matrix, roughly: singular values in about 0.5 to 1.5."""
@@ -123,13 +143,16 @@ class HeadOptimizer:
         for p in self.names:
             p.grad = None
 
-    def state(self) -> dict[str, Tensor]:
-        return {
-            f"{name}/{self.names[p]}/{slot}": value
-            for name, part in self.parts.items()
-            for p, slots in part.state.items()
-            for slot, value in slots.items()
-        }
+    def state(self, keep: bool = True) -> dict[str, Tensor]:
+        """Whole tensors, whatever they are split over; ranks do this together. keep: whether this rank wants them."""
+        out = {}
+        for name, part in self.parts.items():
+            for p, slots in part.state.items():
+                for slot, value in slots.items():
+                    value = whole(value)
+                    if keep:
+                        out[f"{name}/{self.names[p]}/{slot}"] = value
+        return out
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Raises ValueError for a name that no parameter has, a tensor of another shape, or half a state."""
@@ -144,7 +167,7 @@ class HeadOptimizer:
                 raise ValueError(f"optimizer state {key!r}: this head has no such parameter under {kind!r}")
             if slot != "step" and value.shape != p.shape:
                 raise ValueError(f"optimizer state {key!r}: shape {tuple(value.shape)}, expected {tuple(p.shape)}")
-            part.state[p][slot] = value.to(p.device, copy=True)
+            part.state[p][slot] = (value.to(p.device) if slot == "step" else split_like(value, p)).clone()
         for part in self.parts.values():
             slots = {frozenset(s) for s in part.state.values()}
             if len(slots) > 1:

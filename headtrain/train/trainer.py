@@ -33,12 +33,14 @@ from ..metadata import TargetIdentity, TrainingPart
 from ..teacher import Teacher
 from ..types import Batch, Features
 from . import checkpoint
-from .backend import Backend, cpu_has_bf16
+from .backend import Backend
 from .checkpoint import Progress as Counters
 from .console import TrainConsole
 from .joint import Joint
 from .metrics import MetricsFile, flatten, report, scalars, unflatten, zeros
-from .optim import HeadOptimizer, lr_factor
+from .nodes import keeps, same_everywhere, spread
+from .optim import lr_factor
+from .watch import ALONE, Watch
 
 
 class Source(Protocol):
@@ -86,7 +88,7 @@ class TrainError(RuntimeError):
     """A run that cannot go on."""
 
 
-def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False) -> TrainResult:
+def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, watch: Watch = ALONE) -> TrainResult:
     """Train ``setup.head`` in place; resumes the run folder's last checkpoint unless ``fresh`` (an old run is then
     moved to ``previous-N``). Raises RecipeError, CheckpointError, TrainError."""
     settings, head, teacher, joint = recipe.train, setup.head, setup.teacher, setup.joint
@@ -106,12 +108,16 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False) -
     root, curve = run / "checkpoints", MetricsFile(run / "metrics.jsonl")
     target = setup.identity.model_dump(include={"weights", "tokenizer", "chat_template", "shape"}, mode="json")
     origin = checkpoint.made_from(recipe, head, setup.data_sha256, backend.precision, target)
-    if backend.main:
+    keeper = keeps(run, watch)
+    if differs := same_everywhere("what the run is made from", digest(origin), watch):
+        raise TrainError(f"{differs}: give every node the same recipe, data, target and versions")
+    if keeper:
         if fresh:
             set_aside(run)
         root.mkdir(parents=True, exist_ok=True)
         checkpoint.clean(root)
     backend.wait()
+    spread(run, keeper, backend.device, watch)
     counters, state = Counters(), {}
     found = list(checkpoint.steps(root).values())
     if found:
@@ -123,28 +129,28 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False) -
 
     backend.prepare(joint or head)
     teacher = teacher.to(backend.device)
-    bf16_is_fast = backend.device.type != "cpu" or cpu_has_bf16()
-    muon_dtype = torch.bfloat16 if bf16_is_fast else torch.float32
-    optimizer = HeadOptimizer(head, settings, muon_dtype, joint.adapter.named() if joint else None)
+    optimizer = backend.optimizer(head, settings, joint.adapter.named() if joint else None)
     optimizer.load_state(state)
     if settings.trackers:
         backend.start_trackers(recipe.name, origin)
 
     def save() -> Path:
         """Write a checkpoint (rank 0); all ranks wait for it."""
-        if backend.main:
-            training = TrainingPart(
-                recipe_sha256=digest(origin),
-                data_sha256=setup.data_sha256,
-                tokens=counters.tokens,
-                steps=counters.step,
-                seed=settings.seed,
-                max_length=setup.max_length,
-                versions=versions(),
-            )
-            metadata = head_metadata(head, joint.adapter.identity() if joint else setup.identity, training=training)
-            metadata.head.depth = max((s.depth for s in settings.depth_schedule), default=full)
-            checkpoint.save(root, head, metadata, optimizer.state(), counters, origin, settings.keep, joint)
+        state = optimizer.state(keep=backend.main)
+        with backend.whole():
+            if backend.main:
+                training = TrainingPart(
+                    recipe_sha256=digest(origin),
+                    data_sha256=setup.data_sha256,
+                    tokens=counters.tokens,
+                    steps=counters.step,
+                    seed=settings.seed,
+                    max_length=setup.max_length,
+                    versions=versions(),
+                )
+                metadata = head_metadata(head, joint.adapter.identity() if joint else setup.identity, training=training)
+                metadata.head.depth = max((s.depth for s in settings.depth_schedule), default=full)
+                checkpoint.save(root, head, metadata, state, counters, origin, settings.keep, joint)
         backend.wait()
         return root / f"step-{counters.step:06d}"
 
@@ -157,6 +163,7 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False) -
             console.say(f"resuming from {found[-1]}: step {counters.step} of {total}")
         while counters.step < total and not stop.agreed:
             step = counters.step + 1
+            watch.at(f"step {step}")
             depth = depth_at(settings.depth_schedule, step, total, full)
             if joint:
                 joint.at(step, total)
@@ -230,7 +237,7 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False) -
 def evaluate(backend: Backend, source: Source, teacher: Teacher, depth: int) -> dict[str, Any]:
     """``metrics.report`` over one pass of ``source`` at ``depth``; every rank takes its share, all get the same."""
     sums = zeros(depth, backend.device)
-    with closing(source.batches(0, source.micro_batches_per_epoch)) as stream:
+    with backend.whole(), closing(source.batches(0, source.micro_batches_per_epoch)) as stream:
         for batch, features in stream:
             sums = sums + backend.evaluate((batch.to(backend.device), features.to(backend.device)), teacher, depth)
     return report(unflatten(backend.sum(flatten(sums, depth))))
