@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -16,7 +14,6 @@ from ..capture import Rows, capture, count_tokens, head_wants, plan_rows
 from ..config import Recipe, RecipeError, check_depths
 from ..data.chat import rows_digest
 from ..data.loader import Loader, OnlineSource
-from ..data.manifest import MANIFEST, Manifest, StoreError
 from ..data.store import FeatureStore
 from ..heads.base import DraftHead, HeadConfig
 from ..heads.catalog import build_head, head_class, parse_head
@@ -26,11 +23,13 @@ from ..types import Batch, Features, TargetShape, TargetWeights, Wants
 from . import lora
 from .backend import Backend
 from .joint import Joint, no_features
+from .nodes import keeps
 from .trainer import Setup
 from .warm import WarmStart, check_warm_start, read_warm_start
+from .watch import ALONE, Watch
 
 
-def prepare_run(recipe: Recipe, backend: Backend, console: Console) -> Setup:
+def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch = ALONE) -> Setup:
     """Load the target (its teacher is checked on a probe there), render rows, see that features are there, choose the
     draft vocabulary, build and start the head.
 
@@ -49,7 +48,7 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console) -> Setup:
     for name, split in rows.items():
         for line in split.report:
             console.print(f"{name}: {line}", markup=False)
-    sources = _stored(recipe, target, rows, backend, console) if recipe.features.mode == "offline" else None
+    sources = _stored(recipe, target, rows, watch, console) if recipe.features.mode == "offline" else None
     if recipe.train.joint is not None:
         sources = {name: OnlineSource(split.rows, no_features, wants) for name, split in rows.items()}
     elif sources is None:
@@ -105,25 +104,17 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console) -> Setup:
 
 
 def _stored(
-    recipe: Recipe, target: Target, rows: dict[str, Rows], backend: Backend, console: Console
+    recipe: Recipe, target: Target, rows: dict[str, Rows], watch: Watch, console: Console
 ) -> dict[str, FeatureStore]:
-    """Open the stores; rank 0 first captures what is missing (nothing, where all is there), the others wait for it."""
+    """Open the stores. One process of each storage first captures what is missing (nothing, where all is there); the
+    others wait for it, outside of any exchange that could time out."""
     folder = recipe.features_dir
-    if backend.main:
+    keeper = keeps(folder, watch)
+    watch.at("capturing")
+    if keeper:
         capture(recipe, target=target, rows=rows, console=console)
-    while not all(_finished(folder / name) for name in rows):
-        time.sleep(1.0)  # no barrier: a long capture would run into the process group's timeout
-    backend.wait()
-    return {name: FeatureStore(folder / name, verify=backend.main, rows=split.rows) for name, split in rows.items()}
-
-
-def _finished(folder: Path) -> bool:
-    if not (folder / MANIFEST).is_file():
-        return False
-    try:
-        return len(list(folder.glob("shard-*.json"))) == len(Manifest.read(folder).shards) - 1
-    except StoreError:
-        return False
+    watch.share("features")
+    return {name: FeatureStore(folder / name, verify=keeper, rows=split.rows) for name, split in rows.items()}
 
 
 def _online(recipe: Recipe, target: Target, wants: Wants, rows: dict[str, Rows]) -> dict[str, OnlineSource]:
