@@ -22,6 +22,7 @@ from torch import Tensor
 from .config import Recipe, RecipeError, load_recipe
 from .data import DataError
 from .data.chat import render_all, rows_digest
+from .data.manifest import MANIFEST
 from .data.sources import read_conversations
 from .data.store import FeatureStore, Manifest, StoreError, StoreWriter, check_disk, human, plan_shards, shard_file
 from .heads.catalog import build_head, parse_head
@@ -117,6 +118,14 @@ def plan_manifest(recipe: Recipe, identity: TargetIdentity, wants: Wants, rows: 
     )
 
 
+def plan_store(recipe: Recipe, identity: TargetIdentity, wants: Wants, rows: Sequence[Row], folder: Path) -> Manifest:
+    """The manifest of the store in ``folder``: what the head reads and what the recipe adds for other heads; where a
+    store is there that holds more than that, all that it holds."""
+    if (folder / MANIFEST).is_file() and not (stored := Manifest.read(folder)).unmet(wants):
+        wants = stored.holds(wants)
+    return plan_manifest(recipe, identity, wants, rows)
+
+
 def runs(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:
     """Consecutive rows of at most ``batch_tokens`` tokens for one forward; a longer row goes alone."""
     run: list[Row] = []
@@ -151,7 +160,10 @@ def capture(
             for line in split.report:
                 console.print(f"{name}: {line}", markup=False)
     folder = recipe.features_dir
-    plans = {name: plan_manifest(recipe, target.identity, wants, split.rows) for name, split in rows.items()}
+    stored = recipe.features.widen(wants, target.shape.num_layers)
+    plans = {
+        name: plan_store(recipe, target.identity, stored, split.rows, folder / name) for name, split in rows.items()
+    }
     writers: dict[str, StoreWriter] = {}
     try:
         for name, plan in plans.items():
@@ -163,8 +175,9 @@ def capture(
             work = sum(tokens_of(plans[name], rows[name].lengths, shards) for name, shards in todo.items())
             with Meter(console, work) as meter:
                 for name, writer in writers.items():
+                    asked = plans[name].holds(wants)
                     for number in todo[name]:
-                        fill(writer, number, rows[name].rows, target, wants, recipe.features.batch_tokens, meter)
+                        fill(writer, number, rows[name].rows, target, asked, recipe.features.batch_tokens, meter)
             console.print(meter.summary(), markup=False)
     finally:
         for writer in writers.values():
@@ -172,7 +185,7 @@ def capture(
     for name, plan in plans.items():
         size = sum(shard_file(folder / name, n).stat().st_size for n in range(len(plan.shards) - 1))
         console.print(f"{folder / name}: {plan.rows:,} rows, {plan.tokens:,} tokens, {human(size)}", markup=False)
-    return FeatureStore(folder / "train", rows=rows["train"].rows)
+    return FeatureStore(folder / "train", rows=rows["train"].rows, wants=wants)
 
 
 def fill(

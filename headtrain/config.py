@@ -7,13 +7,14 @@ import difflib
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .types import TargetShape
+from .types import TargetShape, Wants
 
 
 class RecipeError(ValueError):
@@ -46,6 +47,9 @@ class ExpectedShape(Strict):
     rope: dict[str, Any] = Field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     module: dict[str, Any] | None = Field(
         None, description="further settings of the config that the checkpoint's own draft module follows from"
+    )
+    experts: dict[str, Any] | None = Field(
+        None, description="keys of the config on its mixture of experts, for a draft layer that has one, too"
     )
     parameters: int | None = Field(None, ge=1, description="all parameters of the target, for the estimate")
     active_parameters: int | None = Field(
@@ -90,6 +94,21 @@ class FeaturesSection(Strict):
     dtype: Literal["bfloat16", "float32", "int8"] = Field("bfloat16", description="of the stored features")
     shard_tokens: int = Field(65536, ge=1, description="tokens of one file: work lost by an interruption, at most")
     batch_tokens: int = Field(4096, ge=1, description="tokens of one capture forward")
+    extra_layers: list[Annotated[int, Field(ge=0)]] = Field(
+        default_factory=list,
+        description="hidden_states stored beside the head's own, for other heads",
+    )
+    final: Literal["auto", "all"] = Field(
+        "auto", description="final features stored; auto: where the head reads them, all: everywhere, for other heads"
+    )
+
+    def widen(self, wants: Wants, num_layers: int) -> Wants:
+        """What a store of these settings holds for a head that reads ``wants``. Raises RecipeError."""
+        if wrong := [layer for layer in self.extra_layers if layer > num_layers]:
+            raise RecipeError(f"features.extra_layers: {wrong}, but the target has hidden_states 0 to {num_layers}")
+        extra = set(self.extra_layers) - set(wants.layers)
+        layers = tuple(sorted({*wants.layers, *extra})) if extra else wants.layers
+        return replace(wants, layers=layers, final="all" if self.final == "all" else wants.final)
 
 
 class Stage(Strict):

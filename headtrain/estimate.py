@@ -122,7 +122,8 @@ def estimate(recipe: Recipe) -> Estimate:
     features = 0
     if recipe.features.mode == "offline":
         share = supervised / max(tokens, 1)
-        per_token = bytes_per_token(shape.hidden_size, len(wants.layers), recipe.features.dtype, wants.final, share)
+        stored = recipe.features.widen(wants, shape.num_layers)
+        per_token = bytes_per_token(shape.hidden_size, len(stored.layers), recipe.features.dtype, stored.final, share)
         features = round(tokens * per_token)
     return Estimate(
         shape=shape,

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headtrain import capture as module
 from headtrain.capture import capture, count_tokens, head_wants, plan_manifest, plan_rows, runs
-from headtrain.config import Recipe
+from headtrain.config import Recipe, RecipeError
 from headtrain.data.loader import Loader, OnlineSource
 from headtrain.data.quantize import as_stored
 from headtrain.data.store import FeatureStore, StoreError, shard_file
@@ -97,6 +97,30 @@ def test_offline_equals_on_the_fly(place, tiny_folder, tmp_path, target, kind, d
                 for part in ("layers", "final_at", "final", "argmax", "lse"):
                     assert torch.equal(getattr(features, part), getattr(fly, part)), part
                 at += len(run)
+
+
+def test_one_capture_serves_every_head(place, tiny_folder, tmp_path, target):
+    """The second head's capture finds all that it reads and writes nothing; a head that reads more is refused."""
+    wide = recipe_of(place, tiny_folder, tmp_path / "f", "medusa", extra_layers=[2, 4, 5], final="all")
+    capture(wide, target=target, console=quiet())
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "f").rglob("shard-*")}
+    eagle3 = recipe_of(place, tiny_folder, tmp_path / "f", "eagle3")
+    reads = head_wants(eagle3, target.shape)
+    assert reads.layers and set(reads.layers) <= {2, 4, 5} and reads.final == "supervised"
+    store = capture(eagle3, target=target, console=quiet())
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "f").rglob("shard-*")} == before
+    _, features = store.batch([0, 1])
+    _, alone = capture(recipe_of(place, tiny_folder, tmp_path / "own"), target=target, console=quiet()).batch([0, 1])
+    assert torch.equal(features.layers, alone.layers) and torch.equal(features.final_at, alone.final_at)
+    # logits of other numbers of rows may be summed in another order: 1e-5 of values of order 1
+    torch.testing.assert_close(features.lse, alone.lse, rtol=1e-5, atol=1e-5)
+    with pytest.raises(StoreError, match=r"made otherwise(.|\n)*layers: "):
+        capture(recipe_of(place, tiny_folder, tmp_path / "f", "mtp"), target=target, console=quiet())
+
+
+def test_an_extra_layer_that_the_target_lacks_is_refused(place, tiny_folder, tmp_path, target):
+    with pytest.raises(RecipeError, match=r"extra_layers: \[9\], but the target has hidden_states 0 to 8"):
+        capture(recipe_of(place, tiny_folder, tmp_path, extra_layers=[9, 2]), target=target, console=quiet())
 
 
 def test_other_packings_give_the_same_features_up_to_the_order_of_sums(place, tiny_folder, tmp_path, target):

@@ -270,7 +270,7 @@ def _stored(run: Path | None, recipe: Recipe | None, target: str | None, ks: lis
     head, metadata, where = read_head(run)
     loaded = load_for(target_section(target, recipe), run)
     require_same_target(metadata, loaded.identity, where)
-    store = FeatureStore(folder)
+    store = FeatureStore(folder, wants=head.wants())
     head.attach(loaded.weights())
     try:
         drafter = HeadDrafter(head.to(loaded.device), trained_depth=metadata.head.depth)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,14 +63,20 @@ class Manifest(_Part):
         each = bytes_per_token(self.hidden_size, len(self.layers), self.dtype, "supervised", share)
         return round(each * tokens) + ROW_BYTES * rows
 
+    def holds(self, wants: Wants) -> Wants:
+        """``wants`` widened to all that this store holds: what a capture into it asks of the target."""
+        return replace(wants, layers=tuple(self.layers), final=self.final, summary=self.summary)
+
     def unmet(self, wants: Wants) -> list[str]:
-        """Lines on what a head wants and this store does not hold (stored / wanted)."""
-        pairs = {
-            "layers": (self.layers, list(wants.layers)),
-            "final": (self.final, wants.final),
-            "summary": (self.summary, wants.summary or self.summary),
-        }
-        return [f"{name}: {have} / {want}" for name, (have, want) in pairs.items() if have != want]
+        """Lines on what a head wants and this store does not hold (stored / wanted); it may hold more."""
+        lines = []
+        if not set(wants.layers) <= set(self.layers):
+            lines.append(f"layers: {self.layers} / {list(wants.layers)}")
+        if wants.final == "all" and self.final != "all":
+            lines.append(f"final: {self.final} / {wants.final}")
+        if wants.summary and not self.summary:
+            lines.append(f"summary: {self.summary} / {wants.summary}")
+        return lines
 
     @classmethod
     def read(cls, folder: str | Path) -> Manifest:

@@ -22,7 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..types import Batch, Features, Row
+from ..shift import final_positions
+from ..types import Batch, Features, Row, Wants
 from .manifest import (
     Manifest,
     ShardRecord,
@@ -59,12 +60,25 @@ class FeatureStore:
 
     verify: check a shard's sha256 when it is first touched (once in this object's life; it reads the whole shard, so
     with several ranks let one do it, see ``verify_all``). rows: the rows that the data gives now; a stored row whose
-    tokens differ is refused by name. Raises StoreError. One reader thread at a time.
+    tokens differ is refused by name. wants: what the head reads, in its order, of a store that may hold more (other
+    heads' layers, final features everywhere); None: all there is. Raises StoreError. One reader thread at a time.
     """
 
-    def __init__(self, folder: str | Path, *, verify: bool = True, rows: Sequence[Row] | None = None) -> None:
-        self.folder, self.verify, self.expected = Path(folder), verify, rows
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        verify: bool = True,
+        rows: Sequence[Row] | None = None,
+        wants: Wants | None = None,
+    ) -> None:
+        self.folder, self.verify, self.expected, self.wants = Path(folder), verify, rows, wants
         self.manifest = Manifest.read(folder)
+        if wants is not None and (lines := self.manifest.unmet(wants)):
+            raise StoreError(
+                f"{folder} does not hold what the head reads (stored / wanted): {'; '.join(lines)}. Capture into "
+                "another folder; features.extra_layers and features.final=all make one store that serves several heads"
+            )
         self._cuts = self.manifest.shards
         self._open: dict[int, dict[str, Any]] = {}
         self.records = [self._record(number) for number in range(len(self._cuts) - 1)]
@@ -203,13 +217,25 @@ class FeatureStore:
         batch = pack(joined["ids"], joined["turn"], [len(part["ids"]) for part in parts])
         starts = batch.cu[:-1].repeat_interleave(torch.tensor([len(part["final_at"]) for part in parts]))
         argmax = joined.get("argmax")
-        return batch, Features(
+        features = Features(
             layers=decode(joined["layers"], joined.get("layers_scale")),
             final_at=joined["final_at"].long() + starts,
             final=joined["final"],
             argmax=None if argmax is None else argmax.long(),
             lse=joined.get("lse"),
         )
+        return batch, features if self.wants is None else self._wanted(batch, features, self.wants)
+
+    def _wanted(self, batch: Batch, features: Features, wants: Wants) -> Features:
+        """The part of the stored features that capturing for this head alone would have stored."""
+        if list(wants.layers) != self.manifest.layers:
+            features.layers = features.layers[:, [self.manifest.layers.index(layer) for layer in wants.layers]]
+        if wants.final != self.manifest.final:  # all are stored, the supervised ones are wanted
+            at = final_positions(batch)
+            features.final_at, features.final = at, features.final[at]
+            if features.argmax is not None and features.lse is not None:
+                features.argmax, features.lse = features.argmax[at], features.lse[at]
+        return features
 
 
 def pack(ids: Tensor, turn: Tensor, lengths: Sequence[int]) -> Batch:

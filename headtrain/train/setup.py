@@ -48,7 +48,7 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
     for name, split in rows.items():
         for line in split.report:
             console.print(f"{name}: {line}", markup=False)
-    sources = _stored(recipe, target, rows, watch, console) if recipe.features.mode == "offline" else None
+    sources = _stored(recipe, target, wants, rows, watch, console) if recipe.features.mode == "offline" else None
     if recipe.train.joint is not None:
         sources = {name: OnlineSource(split.rows, no_features, wants) for name, split in rows.items()}
     elif sources is None:
@@ -104,7 +104,7 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
 
 
 def _stored(
-    recipe: Recipe, target: Target, rows: dict[str, Rows], watch: Watch, console: Console
+    recipe: Recipe, target: Target, wants: Wants, rows: dict[str, Rows], watch: Watch, console: Console
 ) -> dict[str, FeatureStore]:
     """Open the stores. One process of each storage first captures what is missing (nothing, where all is there); the
     others wait for it, outside of any exchange that could time out."""
@@ -114,7 +114,9 @@ def _stored(
     if keeper:
         capture(recipe, target=target, rows=rows, console=console)
     watch.share("features")
-    return {name: FeatureStore(folder / name, verify=keeper, rows=split.rows) for name, split in rows.items()}
+    return {
+        name: FeatureStore(folder / name, verify=keeper, rows=split.rows, wants=wants) for name, split in rows.items()
+    }
 
 
 def _online(recipe: Recipe, target: Target, wants: Wants, rows: dict[str, Rows]) -> dict[str, OnlineSource]:

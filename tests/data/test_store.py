@@ -483,11 +483,34 @@ def test_the_checksum_can_be_left_out(folder, rows, target):
 def test_unmet_wants(rows):
     of = manifest(rows, summary=False)
     assert of.unmet(Wants((2, 4, 5), "supervised", summary=False)) == []
-    assert of.unmet(Wants((2, 5, 4), "all")) == [
-        "layers: [2, 4, 5] / [2, 5, 4]",
+    assert of.unmet(Wants((5, 2), "supervised", summary=False)) == []
+    assert of.unmet(Wants((2, 3), "all")) == [
+        "layers: [2, 4, 5] / [2, 3]",
         "final: supervised / all",
         "summary: False / True",
     ]
+
+
+@pytest.mark.parametrize("form", ["float32", "int8"])
+@pytest.mark.parametrize(
+    "wants",
+    [Wants((2, 4, 5)), Wants((5, 2)), Wants((), "all"), Wants((4,), "all")],
+    ids=["all", "turned", "none", "one"],
+)
+def test_a_store_of_more_gives_each_head_what_its_own_store_would(tmp_path, rows, target, form, wants):
+    store(tmp_path / "wide", rows, target, layers=[1, 2, 4, 5], final="all", dtype=form)
+    own = store(tmp_path / "own", rows, target, layers=list(wants.layers), final=wants.final, dtype=form)
+    wide = FeatureStore(tmp_path / "wide", rows=rows, wants=wants)
+    picked = [2, 0, 1]
+    (batch, features), (other, others) = own.batch(picked), wide.batch(picked)
+    assert_same_batch(batch, other)
+    assert_same_features(features, others)
+
+
+def test_a_store_of_less_is_refused_with_what_is_missing(folder, rows, target):
+    store(folder, rows, target)
+    with pytest.raises(StoreError, match=r"layers: \[2, 4, 5\] / \[2, 3\].*final: supervised / all.*extra_layers"):
+        FeatureStore(folder, wants=Wants((2, 3), "all"))
 
 
 def test_row_hash_tells_ids_and_turns_apart():
