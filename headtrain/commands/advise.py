@@ -36,6 +36,7 @@ def advise(
         list[str] | None, typer.Option(help="only modes that this engine ships; repeat for several")
     ] = None,
     route: Annotated[list[str] | None, typer.Option(help="only this route; repeat for several")] = None,
+    drafter: Annotated[str | None, typer.Option(help="only drafters whose label has this part")] = None,
     target: serving.Target = None,
     parameters: serving.Parameters = None,
     device: serving.DeviceName = None,
@@ -72,7 +73,7 @@ def advise(
         serving.require_measured_on(cases, setup)
         ratio = read_ratio(cost_ratio or [], [case.drafter["label"] for case in cases])
         verify = None if verify_cost is None else VerifyCost.parse(verify_cost)
-        made = recommend(cases, ratio, verify, concurrency, setup, engine or None, route or None)
+        made = recommend(cases, ratio, verify, concurrency, setup, engine or None, route or None, drafter)
     except RecipeError:
         raise
     except ValueError as error:

@@ -18,6 +18,7 @@ from ..types import TargetShape
 
 if TYPE_CHECKING:
     from ..decode.generate import Round
+    from ..evaluate.advisor import Advisor
 
 USUAL_K = 8
 # Names of layers in configs. What is none of these is counted as a layer that keeps every position.
@@ -223,22 +224,23 @@ def parse_alphas(text: str, k: int | None) -> list[float]:
     return alphas * (k or USUAL_K) if len(alphas) == 1 else alphas
 
 
-def pick(cases: list[Evaluation], drafter: str | None, route: str) -> Evaluation:
-    """The longest chain of the drafter whose label has this part (None: of the first), lossless before not, at the
-    lowest temperature. Raises RecipeError with what there is."""
-    named = [c for c in cases if (drafter or "").lower() in c.drafter["label"].lower()]
-    if not named:
-        labels = ", ".join(dict.fromkeys(c.drafter["label"] for c in cases))
-        raise RecipeError(f"no drafter {drafter!r} in this evaluation; it has: {labels}")
-    chains = [c for c in named if not c.settings.get("tree")]
+def label_of(advisor: Advisor) -> str | None:
+    """Of the drafter that is advised for one sequence at a time, if its chains were measured."""
+    chosen = advisor.at(1).chosen
+    chains = [c for c in advisor.among if not c.settings.get("tree")]
+    return next((c.drafter["label"] for c in chains if chosen and c.drafter["label"] == chosen.label), None)
+
+
+def pick(cases: list[Evaluation], route: str, label: str | None = None) -> Evaluation:
+    """The longest chain of the drafter of this label (None: of the first), lossless before not, at the lowest
+    temperature. Raises RecipeError with what there is."""
+    chains = [c for c in cases if not c.settings.get("tree") and label in (None, c.drafter["label"])]
     if not chains:
         raise RecipeError(
-            f"a curve over k follows from chains, and only trees were evaluated here ({_measured(named, route)}): "
+            f"a curve over k follows from chains, and only trees were evaluated here ({_measured(cases, route)}): "
             "evaluate a chain too, or ask `headtrain advise`, which compares trees"
         )
     found = [c for c in chains if c.drafter == chains[0].drafter]
-    if route != ALL and route not in found[0].routes:
-        raise RecipeError(f"no route {route!r} in this evaluation; it has: {', '.join(found[0].routes)}, {ALL}")
     return min(found, key=lambda c: (not c.lossless, c.settings["temperature"], -c.settings["k"]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,7 +27,9 @@ def speedup(
         Path | None, typer.Option("--eval", help="take acceptance and costs from an eval.json")
     ] = None,
     route: Annotated[str, typer.Option(help="of the evaluation")] = "all",
-    drafter: Annotated[str | None, typer.Option(help="of the evaluation: a part of its label")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="of the evaluation: a part of its label; default: what `headtrain advise` takes")
+    ] = None,
     k: Annotated[int | None, typer.Option(min=1, help="longest chain; default: as measured, or 8")] = None,
     hold_last: Annotated[
         bool, typer.Option("--hold-last", help="beyond the measured depths, hold the last alpha")
@@ -69,7 +72,8 @@ def speedup(
     """How much faster is speculation, with which k, and up to which batch size?
 
     A round drafts k tokens and verifies them in one forward of the target; it commits the accepted ones and one of the
-    target's own. Speed-up = tokens a round / (k * cost ratio + cost of the verification).
+    target's own. Speed-up = tokens a round / (k * cost ratio + cost of the verification). With --eval, speed-ups and
+    their 95 % intervals are over its prompts, and which k to serve is what `headtrain advise` says for the same load.
 
     \b
     headtrain speedup --alpha 0.8 --cost-ratio 0.05
@@ -77,7 +81,8 @@ def speedup(
     headtrain speedup --alpha 0.75,0.65,0.6 --target recipes/llama-3.1-8b-eagle3.yaml --device h100
         --draft-parameters 350000000 --slo-ms 8 --users 500 --out speedup.html
     """
-    from ..evaluate.candidates import drafter_key, measured_costs, says_all_at_once, with_drafter
+    from ..evaluate.advisor import Advisor
+    from ..evaluate.candidates import says_all_at_once, with_drafter
     from ..evaluate.roofline import Draft, Model, Plan
     from ..evaluate.speedup import FLAT, LARGEST_K, VerifyCost, require
     from ..evaluate.speedup_report import report
@@ -87,41 +92,42 @@ def speedup(
             require(k, "--k", 1, high=LARGEST_K)
         where = serving.read_device(device, tflops, gbps, memory_gb, efficiency, gpus)
         sizes = serving.read_target(target, parameters, weight_bytes, kv_bytes)
-        setup = serving.read_setup(sizes, where, context)
+        asked = setup = serving.read_setup(sizes, where, context)
         if setup is not None and draft_parameters:
             own = Model(draft_parameters, draft_layers, sizes.heads, sizes.kv_heads, sizes.head_dim, kv_bytes=kv_bytes)
             setup = replace(setup, draft=Draft(own, parallel_draft))
-        taus, notes = [], []
+        given = None if verify_cost is None else VerifyCost.parse(verify_cost)
+        taus, notes, advisor, case = [], [], None, None
         if evaluation is not None:
             cases = serving.read_cases(evaluation)
-            serving.require_measured_on(cases, setup)
-            case = serving.pick(cases, drafter, route)
+            serving.require_measured_on(cases, asked)
+            advisor = Advisor(cases, route, drafter, cost_ratio, given, asked)
+            case = serving.pick(advisor.among, route, serving.label_of(advisor))
             alphas, title = serving.alphas_of(case, route), f"{case.drafter['label']} on {route}"
             taus, notes = serving.taus_of(case, route), [serving.rounds_note(case, route)]
             parallel_draft = parallel_draft or says_all_at_once(case)
             if setup is not None and draft_parameters is None:
                 setup = with_drafter(setup, case)
-            costs, verify = measured_costs(cases)
-            c = costs.get(drafter_key(case))
-            if k is None and setup is None and verify_cost is None and verify.measured:
-                # what longer drafts would cost was not timed here
-                alphas = alphas[: verify.measured[-1][0] - 1]
+            book = advisor.book
+            if k is None and book.reach < math.inf:  # what longer drafts would cost is not known
+                alphas = alphas[: int(book.reach) - 1]
                 taus = taus[: len(alphas)]
+            costs = book.of(case, max(k or 0, len(alphas)) + 1)
+            c, verify, source = costs.c, costs.verify, costs.source
+            if setup is not None and cost_ratio is None and given is None:
+                c, verify = None, FLAT
+            if draft_parameters is not None or tree_nodes is not None:
+                advisor = None
+                notes.append("no interval and no advice: this asks about a draft that was not evaluated")
         elif alpha is not None:
             alphas, title = serving.parse_alphas(alpha, k), f"acceptance {alpha}"
-            c, verify = None, FLAT
             if setup is not None and draft_parameters is None:
                 notes = [*notes, "drafting is taken as free: give --draft-parameters for the cost of a head"]
+            c, verify, source = cost_ratio, given or FLAT, ""
+            if given is not None and c is None:
+                raise RecipeError("--verify-cost without the cost of a draft step: give --cost-ratio too")
         else:
             raise RecipeError("acceptance: give --alpha, or --eval with an eval.json")
-        if setup is not None:
-            c, verify = None, FLAT  # the costs of the device that was asked about, not of the machine that was timed
-        if cost_ratio is not None:
-            c = cost_ratio
-        if verify_cost is not None:
-            verify = VerifyCost.parse(verify_cost)
-            if c is None:
-                raise RecipeError("--verify-cost without the cost of a draft step: give --cost-ratio too")
         tree = None
         if any(value is not None for value in (tree_nodes, tree_depth, tau)):
             if tree_nodes is None or tree_depth is None or tau is None:
@@ -130,8 +136,8 @@ def speedup(
         load = serving.read_load(slo_ms, users, requests_per_second, output_tokens)
         made = report(
             title, alphas, c, verify, k, hold_last, tree, setup, load, gpus,
-            notes=[*notes, cost_note(c, verify, cost_ratio is not None, verify_cost is not None, setup)],
-            taus=taus, parallel=parallel_draft,
+            notes=[*notes, cost_note(c, verify, source, setup)], taus=taus, parallel=parallel_draft,
+            advisor=advisor, case=case,
         )  # fmt: skip
     except RecipeError:
         raise
@@ -149,16 +155,15 @@ def speedup(
         out.print(line, markup=False)
 
 
-def cost_note(c: float | None, verify: VerifyCost, c_given: bool, verify_given: bool, setup: Setup | None) -> str:
-    """Where the costs of the table over k are from."""
+def cost_note(c: float | None, verify: VerifyCost, source: str, setup: Setup | None) -> str:
+    """Where the costs of the table over k are from. source: of an evaluation's."""
     if c is None:
         device = setup.device.name if setup else "no device"
         return (
             f"costs over k: a roofline of {device} at batch 1; prefill, scheduling and "
             "imperfect overlap of memory and arithmetic are left out, so large batches look better than they are"
         )
-    timed = "as timed in the evaluation, batch 1"
-    what = "as given" if verify_given else timed if verify.measured else "taken to cost one plain step"
-    return (
-        f"costs over k: a draft step {c:.3g} of a target step ({'given' if c_given else timed}); a verification {what}"
-    )
+    if source:
+        return f"costs over k, where they were not timed: {source}"
+    what = "as given" if verify.measured else "taken to cost one plain step"
+    return f"costs over k: a draft step {c:.3g} of a target step (given); a verification {what}"

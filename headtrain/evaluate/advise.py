@@ -90,14 +90,16 @@ def advise(
     setup: Setup | None = None,
     engines: Sequence[str] | None = None,
     only: Sequence[str] | None = None,
+    drafter: str | None = None,
 ) -> Advice:
-    """A strategy for each route (of ``only``, where it is given), or none.
+    """A strategy for each route (of ``only``, where it is given), or none; by a drafter whose label has the part
+    ``drafter``, where that is given.
 
     cost_ratio: a draft step / a plain target step, for all drafters but lookups, or by their labels. verify_cost: of a
     target forward of n tokens. concurrency: sequences at the same time. setup: the target's sizes and its device, for a
     roofline. With none of these, speeds that were timed here (batch 1) are used as they are, and others follow from
     acceptance and the timed costs. engines: those that may be used; None: all known. Raises ValueError for no cases,
-    impossible costs, unknown engines or routes, and a concurrency without costs.
+    impossible costs, unknown engines, routes or drafters, and a concurrency without costs.
     """
     if not cases:
         raise ValueError("no evaluated cases: run `headtrain eval` first")
@@ -114,6 +116,7 @@ def advise(
         raise ValueError(f"no engine named {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}")
     routes = _routes(cases, only)
     book = CostBook(cases, cost_ratio, verify_cost, setup, concurrency)
+    cases = of_drafter(cases, drafter)
     out = Advice()
     usable = []
     for case in cases:
@@ -135,6 +138,15 @@ def advise(
                 out.routes.append(RouteAdvice(route, temperature, OFF, None, None, None, [reason], [], [], []))
     out.assumptions += _assumptions(usable, book)
     return out
+
+
+def of_drafter(cases: Sequence[Evaluation], part: str | None) -> list[Evaluation]:
+    """Those whose drafter's label has this part; all for None. Raises ValueError with what there is."""
+    named = [c for c in cases if (part or "").lower() in c.drafter["label"].lower()]
+    if not named:
+        labels = ", ".join(dict.fromkeys(c.drafter["label"] for c in cases))
+        raise ValueError(f"no drafter {part!r} in this evaluation; it has: {labels}")
+    return named
 
 
 def _routes(cases: Sequence[Evaluation], only: Sequence[str] | None) -> list[str]:

@@ -239,12 +239,20 @@ def largest_forward(case: Evaluation, k: int) -> int:
 def candidates(case: Evaluation, route: str, ks: Sequence[int], book: CostBook) -> list[Candidate]:
     """Of one case on one route: a chain of each length in ``ks`` (its own, or shorter), or its tree. Modelled ones
     whose verification is larger than ``book.reach`` are left out."""
-    results = [r for r in case.results if route in (r.route, ALL) and r.rounds]
-    if not results:
-        return []
-    if case.timed and not book.replaces_times and not math.isnan(plain_step(case)):
+    results = _answers(case, route)
+    if results and case.timed and not book.replaces_times and not math.isnan(plain_step(case)):
         return [_candidate(case, results, k, None, plain_step(case)) for k in ks]
-    return [_candidate(case, results, k, book, math.nan) for k in ks if largest_forward(case, k) <= book.reach]
+    return [c for k in ks if (c := modelled(case, route, k, book)) is not None]
+
+
+def modelled(case: Evaluation, route: str, k: int, book: CostBook) -> Candidate | None:
+    """One of ``candidates`` by its costs, whether it was timed or not."""
+    results = _answers(case, route)
+    return _candidate(case, results, k, book, math.nan) if results and largest_forward(case, k) <= book.reach else None
+
+
+def _answers(case: Evaluation, route: str) -> list[PromptResult]:
+    return [r for r in case.results if route in (r.route, ALL) and r.rounds]
 
 
 def _candidate(case: Evaluation, results: list[PromptResult], k: int, book: CostBook | None, step: float) -> Candidate:

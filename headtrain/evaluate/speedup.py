@@ -113,13 +113,16 @@ FLAT = VerifyCost()
 
 @dataclass(frozen=True)
 class ChainPoint:
-    """One k of a curve. cost: of a round, in plain steps. extrapolated: k lies beyond the measured depths."""
+    """One k of a curve. cost: of a round, in plain steps. extrapolated: k lies beyond the measured depths. low, high:
+    the speed-up's 95 % interval over prompts, NaN where no prompts are known."""
 
     k: int
     tau: float
     cost: float
     speedup: float
     extrapolated: bool = False
+    low: float = math.nan
+    high: float = math.nan
 
 
 def chain_point(alphas: Sequence[float], k: int, c: float, verify: VerifyCost = FLAT, hold_last: bool = False):

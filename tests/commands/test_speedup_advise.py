@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -107,7 +109,9 @@ def test_with_a_device_the_costs_are_the_rooflines_and_the_load_is_counted(tmp_p
     assert (p["tau"], p["speedup"]) == pytest.approx((plan.tau, setup.speedup(plan, 1)))
     assert p["cost"] == pytest.approx(setup.round_seconds(plan, 1) / setup.round_seconds(PLAIN, 1))
     assert (b["batch"], b["fixed"]) == (16, pytest.approx(setup.speedup(plan, 16)))
-    wide = data["batches"][9]
+    by = {b["batch"]: b for b in data["batches"]}
+    assert by[500]["fixed"] == pytest.approx(setup.speedup(plan, 500))  # a row for the users that were asked about
+    wide = by[512]
     top = setup.best([Plan.chain([0.75, 0.65, 0.6], k) for k in (1, 2, 3)], 512)
     assert top != plan and (wide["best"], wide["speedup"]) == (top.name, pytest.approx(setup.speedup(top, 512)))
     held = json.loads(run("speedup", "--alpha", "0.75,0.65", *GPU, "--k", "3", "--hold-last", "--json"))
@@ -363,6 +367,63 @@ def test_sizes_of_a_local_folder_and_of_a_mixture(tmp_path):
         read_target(str(tmp_path / "moe"), None, 2.0, 2.0)
     words = ("--target", tmp_path / "moe", "--parameters", "500000", "--device", "h100")
     assert "of 8 experts a layer in expectation" in run("speedup", "--alpha", "0.8", *words)
+
+
+def varied(alphas=(0.7, 0.5, 0.4, 0.3, 0.2), prompts=8, drafter=HEAD):
+    """A replay whose prompts differ, so that intervals are no points."""
+    rng, made = random.Random(3), case(drafter, len(alphas), ROUNDS, "replay", prompts)
+    for n, r in enumerate(made.results):
+        accepted = [next((j for j, a in enumerate(alphas) if rng.random() > a), len(alphas)) for _ in range(30)]
+        made.results[n] = replace(r, rounds=[Round(5, a, a + 1, 5) for a in accepted])
+    return made
+
+
+def test_advise_and_speedup_name_one_k_and_one_interval_for_one_load(evaluated):
+    big = {**HEAD, "parameters": 350_000_000}
+    rewrite(evaluated, [varied(drafter=big), varied((0.3, 0.3), drafter={**NGRAM, "label": "lookup"})])
+    differs = 0
+    for users in (1, 7, 100, 300):
+        words = (evaluated, *GPU[:4], "--route", "all", "--json")
+        (advice,) = json.loads(run("advise", *words, "--concurrency", users))["routes"]
+        made = json.loads(run("speedup", "--eval", *words, "--users", users, "--slo-ms", "50"))
+        row = next(b for b in made["batches"] if b["batch"] == users)
+        strategy = advice["strategy"]
+        assert made["advised"][str(users)]["strategy"] == strategy
+        if strategy is None:
+            assert (row["best"], row["speedup"]) == ("none", 1)
+        else:
+            assert row["best"].endswith(f"k {strategy['k']}") and strategy["low"] < strategy["high"]
+            assert (row["speedup"], row["low"], row["high"]) == tuple(strategy[n] for n in ("speedup", "low", "high"))
+        if made["served"]["batch"] >= users:  # one replica holds them all
+            assert made["served"]["plan"]["k"] == (strategy or {"k": 0})["k"]
+        fastest = max(advice["candidates"], key=lambda c: c["speedup"])
+        differs += strategy is not None and fastest["k"] != strategy["k"]
+    assert differs  # the fastest by the model alone is another k
+    text = run("speedup", "--eval", *words[:-1], "--users", 100, "--slo-ms", "50")
+    assert "100 at once: " in text and max(map(len, text.split("one sequence at a time")[0].splitlines())) <= 80
+
+
+def test_alone_too_timed_or_not(evaluated):
+    for cases in ([case(HEAD, 3, ROUNDS), case(NGRAM, 3, FOUND, c=0.0)], [varied()]):
+        rewrite(evaluated, cases)
+        for more in (
+            (),
+            ("--cost-ratio", "0.2"),
+            ("--cost-ratio", "0.2", "--verify-cost", "6:1.5"),
+            ("--drafter", "head"),
+        ):
+            (advice,) = json.loads(run("advise", evaluated, "--json", *more))["routes"]
+            made = json.loads(run("speedup", "--eval", evaluated, "--json", *more))
+            strategy, k = advice["strategy"], advice["strategy"]["k"]
+            assert made["advised"]["1"]["strategy"] == strategy and made["best"]["k"] == k
+            p = made["points"][k - 1]
+            assert (p["tau"], p["speedup"], p["low"], p["high"]) == tuple(
+                strategy[n] for n in ("tau", "speedup", "low", "high")
+            )
+    # no interval and no advice for what was not evaluated
+    made = json.loads(run("speedup", "--eval", evaluated, *GPU, "--json"))
+    assert made["advised"] == {} and made["points"][0]["low"] is None
+    assert any("this asks about a draft that was not evaluated" in note for note in made["notes"])
 
 
 # -- advise ------------------------------------------------------------------------------------------------------
