@@ -96,7 +96,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
         self.up_proj = nn.Linear(hidden, intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
-        self.act = _ACTIVATIONS[act]
+        self.act = ACTIVATIONS[act]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
@@ -106,7 +106,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return nn.functional.gelu(x, approximate="tanh")
 
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": nn.functional.silu,
     "gelu": nn.functional.gelu,
     "gelu_pytorch_tanh": _gelu_tanh,

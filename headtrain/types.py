@@ -168,7 +168,8 @@ class LossSums:
 class TargetShape:
     """The sizes and conventions of a target that a head's form follows from. ``rope`` is transformers 5's
     ``rope_parameters`` form (rope_theta inside). ``module``: where its checkpoints hold a draft module of their own,
-    the further settings of their config that the module's form follows from; None elsewhere."""
+    the further settings of their config that the module's form follows from; None elsewhere. ``experts``: the config's
+    keys on its mixture of experts; None for a dense target."""
 
     architecture: str
     model_type: str
@@ -185,6 +186,7 @@ class TargetShape:
     hidden_act: str = "silu"
     rope: dict = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     module: dict | None = None
+    experts: dict | None = None
 
     def replace(self, **changes) -> TargetShape:
         return replace(self, **changes)

@@ -66,7 +66,8 @@ def gradients(head, total: Tensor) -> dict[str, Tensor]:
     for p in head.parameters():
         p.grad = None
     total.backward()
-    return {n: p.grad.clone() for n, p in head.named_parameters()}
+    unused = {n: torch.zeros_like(p) for n, p in head.named_parameters() if p.grad is None}
+    return unused | {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}
 
 
 def equal(ours, theirs: dict[str, Tensor], head) -> None:
@@ -129,18 +130,27 @@ def rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 def unroll(
-    head, batch: Batch, state: Tensor, depth: int, fuse: Callable, outputs: Callable, block: str, own: bool, cut: bool
+    head,
+    batch: Batch,
+    state: Tensor,
+    depth: int,
+    fuse: Callable,
+    outputs: Callable,
+    prefix: Callable[[int], str],
+    own: bool,
+    cut: bool,
+    shares: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """[T, H] a step: what the lm_head reads at every position. fuse(s, state) -> what q/k/v read, residual;
-    outputs(x) -> state, read by the lm_head; block: prefix of the layer's parameters; own: step s sees step s's keys
-    of all positions, at unshifted RoPE positions; cut: no gradient between steps."""
+    outputs(s, x) -> state, read by the lm_head; prefix(s): of the layer's parameters; own: step s sees step s's keys
+    of all positions, at unshifted RoPE positions; cut: no gradient between steps; shares: gets the routers' scores."""
     p, shape, T = dict(head.named_parameters()), head.shape, len(batch)
     groups = shape.num_heads // shape.num_kv_heads
     causal = (batch.doc[:, None] == batch.doc[None, :]) & torch.ones(T, T, dtype=torch.bool).tril()
     keys, values, out = [], [], []
     for s in range(depth):
         read, residual = fuse(s, state.detach() if cut and s else state)
-        qkv = {}
+        block, qkv = prefix(s), {}
         for n in "qkv":
             x = linear(read, p[f"{block}self_attn.{n}_proj.weight"], p.get(f"{block}self_attn.{n}_proj.bias"))
             qkv[n] = x.unflatten(1, (-1, shape.head_dim))
@@ -159,9 +169,34 @@ def unroll(
         a = torch.einsum("hij,jhd->ihd", attention, torch.cat(values)).flatten(1)
         x = residual + linear(a, p[f"{block}self_attn.o_proj.weight"])
         y = norm(x, p[f"{block}post_attention_layernorm.weight"], shape.rms_norm_eps)
-        gate, up, down = (p[f"{block}mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
-        state, seen = outputs(x + linear(silu(linear(y, gate)) * linear(y, up), down))
+        state, seen = outputs(s, x + mlp(head, p, f"{block}mlp.", y, shares))
         out.append(seen)
+    return out
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return linear(silu(linear(x, gate)) * linear(x, up), down)
+
+
+def mlp(head, p: dict[str, Tensor], at: str, x: Tensor, shares: list[Tensor] | None) -> Tensor:
+    """Of a mixture of experts every expert computes every token; those that were not chosen count nothing."""
+    if f"{at}gate.weight" not in p:
+        return gated(x, *(p[f"{at}{n}_proj.weight"] for n in ("gate", "up", "down")))
+    experts = head.shape.experts
+    share = torch.softmax(linear(x, p[f"{at}gate.weight"]), -1)
+    if shares is not None:
+        shares.append(share)
+    least = share.sort(-1, descending=True).values[:, experts["num_experts_per_tok"] - 1]
+    share = torch.where(share >= least[:, None], share, torch.zeros_like(share))
+    if experts.get("norm_topk_prob", head.shape.model_type == "mixtral"):
+        share = share / share.sum(-1, keepdim=True)
+    out = torch.zeros_like(x)
+    for e in range(share.shape[1]):
+        gate, up = p[f"{at}experts.gate_up_proj"][e].chunk(2)
+        out = out + share[:, e, None] * gated(x, gate, up, p[f"{at}experts.down_proj"][e])
+    if f"{at}shared_expert_gate.weight" in p:
+        shared = gated(x, *(p[f"{at}shared_expert.{n}_proj.weight"] for n in ("gate", "up", "down")))
+        out = out + torch.sigmoid(linear(x, p[f"{at}shared_expert_gate.weight"])) * shared
     return out
 
 
@@ -173,27 +208,32 @@ def eagle1_hidden(head, batch: Batch, final: Tensor, depth: int) -> list[Tensor]
         x = x + p["fc.bias"] if "fc.bias" in p else x
         return x, x
 
-    return unroll(head, batch, final, depth, fuse, lambda x: (x, x), "layers.0.", False, True)
+    return unroll(head, batch, final, depth, fuse, lambda s, x: (x, x), lambda s: "layers.0.", False, True)
 
 
-def mtp_hidden(head, batch: Batch, final: Tensor, depth: int, own: bool) -> list[Tensor]:
+def mtp_hidden(head, batch: Batch, final: Tensor, depth: int, own: bool, shares=None) -> list[Tensor]:
+    """own: as in ``unroll``; of a chain of modules it is always so."""
     p, cfg, eps = dict(head.named_parameters()), head.config, head.shape.rms_norm_eps
+    chain = cfg.modules > 1
+
+    def module(s: int) -> str:
+        return f"later.{s - 1}." if chain and s else ""
 
     def fuse(s: int, state: Tensor):
-        e = embedding(ahead(batch.ids, 1 + s), head.embed)
-        if cfg.zero_first_embedding and s == 0:
+        e, at = embedding(ahead(batch.ids, 1 + s), head.embed), module(s)
+        if cfg.zero_first_embedding and (s == 0 or chain):
             e = e * (batch.pos > 0)[:, None]
-        e, h = norm(e, p["token_layernorm.weight"], eps), norm(state, p["hidden_layernorm.weight"], eps)
+        e, h = norm(e, p[f"{at}token_layernorm.weight"], eps), norm(state, p[f"{at}hidden_layernorm.weight"], eps)
         both = torch.cat([h, e] if cfg.concat == "hidden_first" else [e, h], -1)
-        x = linear(both, p["input_proj.weight"])
-        return norm(x, p["input_layernorm.weight"], eps), x
+        x = linear(both, p[f"{at}input_proj.weight"])
+        return norm(x, p[f"{at}input_layernorm.weight"], eps), x
 
-    def outputs(x: Tensor):
-        y = norm(x, p["final_layernorm.weight"], eps)
+    def outputs(s: int, x: Tensor):
+        y = norm(x, p[f"{module(s)}final_layernorm.weight"], eps)
         return (y if cfg.recycle == "normed" else x), y
 
     state = raw(final)[:, 0] if cfg.start == "raw" else final
-    return unroll(head, batch, state, depth, fuse, outputs, "block.", own, False)
+    return unroll(head, batch, state, depth, fuse, outputs, lambda s: f"{module(s)}block.", own or chain, False, shares)
 
 
 def judged(head, batch: Batch, final: Tensor, lm_head: Tensor, hidden: list[Tensor], row_loss: Callable):
@@ -261,4 +301,30 @@ def mtp(head, batch: Batch, final: Tensor, lm_head: Tensor, depth: int, own: boo
             loss = -(torch.softmax(p[:, ids], -1) * q).sum(-1)
         return loss, trains, weights[s] * loss
 
-    return judged(head, batch, final, lm_head, mtp_hidden(head, batch, final, depth, own), row_loss)
+    shares: list[Tensor] = []
+    sums = judged(head, batch, final, lm_head, mtp_hidden(head, batch, final, depth, own, shares), row_loss)
+    if head.training:
+        sums["total"] = sums["total"] + cfg.balance * balance(head, batch, shares, weights)
+    return sums
+
+
+def balance(head, batch: Batch, shares: list[Tensor], weights: list[float]):
+    """DeepSeek-V3's sequence-wise balance (equations 17 to 20), for each step and document of n counted pairs n times
+    sum_e f_e P_e."""
+    total, k = 0.0, (head.shape.experts or {}).get("num_experts_per_tok")
+    for s, share in enumerate(shares):
+        count = share.shape[1]
+        for d in range(int(batch.doc.max()) + 1):
+            rows = [
+                i
+                for i in range(len(batch) - 2 - s)
+                if batch.doc[i] == batch.doc[i + 2 + s] == d and 0 < batch.turn[i + 1] == batch.turn[i + 2 + s]
+            ]
+            if rows:
+                sent = [
+                    sum(e in share[i].topk(k).indices for i in rows) * count / (k * len(rows)) for e in range(count)
+                ]
+                total = total + weights[s] * len(rows) * sum(
+                    f * p for f, p in zip(sent, share[rows].mean(0), strict=True)
+                )
+    return total

@@ -30,6 +30,7 @@ VARIANTS = {
         {"depth": 3},
         {"depth": 2, "context": "own", "labels": "soft", "start": "normed", "recycle": "raw", "draft_vocab_size": 64},
         {"depth": 2, "concat": "embed_first", "own_lm_head": True, "attention_bias": True, "qk_norm": True},
+        {"depth": 3, "modules": 3},
     ],
     "mtp-checkpoint": [
         {"depth": 3},

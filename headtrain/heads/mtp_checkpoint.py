@@ -25,6 +25,7 @@ from .recurrent import RecurrentHead
 class MtpCheckpointConfig(HeadConfig):
     training_only: ClassVar[frozenset[str]] = frozenset({"depth", "context", "labels", "loss", "beta"})
     own_lm_head: ClassVar[bool] = False
+    balance: ClassVar[float] = 0.0  # the router is DeepSeek's, balanced by the bias that the checkpoint has
 
     kind: Literal["mtp-checkpoint"] = "mtp-checkpoint"
     depth: int = Field(3, ge=1, description="times that the module is applied in training")
@@ -49,6 +50,10 @@ class MtpCheckpointConfig(HeadConfig):
         None, ge=1, description="draft these many frequent tokens; null: all, as engines do with such a module"
     )
 
+    @property
+    def own_context(self) -> bool:
+        return self.context == "own"
+
     @model_validator(mode="after")
     def _hard_labels_have_one_loss(self) -> MtpCheckpointConfig:
         if self.labels == "hard" and self.loss != "kl":
@@ -72,7 +77,7 @@ class MtpCheckpoint(Mtp):
         facts = {"start": family.start, "recycle": family.recycle, "zero_first_embedding": family.zero_first}
         open_ones = {key: value for key, value in facts.items() if getattr(config, key) is None}
         RecurrentHead.__init__(self, config.model_copy(update=open_ones), shape, draft_ids)  # not Mtp's own module
-        self.family = family
+        self.family, self.later = family, nn.ModuleList()
         self.block, self.rope, norm = build_block(family, shape)
         self.scale = self.block.self_attn.scale
         size, eps = shape.hidden_size, shape.rms_norm_eps

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..types import TargetShape
 from .base import ExportSpec
+from .experts import Experts
 from .forms import Form, Launch, layer_shapes, llama_sizes, read_rope, rope_forms, shape_of
 
 ARCHITECTURE = "MiMoForCausalLM"
@@ -62,9 +63,17 @@ def spec(head, dialect: str) -> ExportSpec:
         for key, value in COMPUTED.items()
         if getattr(config, key) != value
     ]
+    if config.modules > 1:
+        problems.append(
+            f"head.modules={config.modules} (its class for such targets runs one module at every step, head.modules=1; "
+            "it runs several only beside the families whose own checkpoints have them, as DeepSeek's; `headtrain eval` "
+            "decodes them all)"
+        )
+    if isinstance(head.block.mlp, Experts):
+        problems.append("a mixture of experts in the module (it has a dense layer: head.block=dense)")
     if head.draft_ids is not None:
         problems.append(f"head.draft_vocab_size={head.draft_vocab_size} (it drafts the whole vocabulary: null)")
-    if head.block.mlp.gate_proj.out_features != shape.intermediate_size:
+    if config.intermediate_size not in (None, shape.intermediate_size):
         problems.append(f"head.intermediate_size={config.intermediate_size} (the target's: {shape.intermediate_size})")
     if hasattr(head.block.self_attn.q_norm, "weight"):
         problems.append("head.qk_norm=true (it has no norms of queries and keys)")

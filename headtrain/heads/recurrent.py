@@ -23,6 +23,7 @@ from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, TargetShape, TargetWeights
 from .base import DraftHead, HeadConfig, Session, node_mask, text_hits
+from .experts import Experts
 
 
 class Attention(nn.Module):
@@ -54,13 +55,21 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A Llama-like decoder layer without its input norm, which the head's ``fuse`` applies where it has one."""
+    """A Llama-like decoder layer without its input norm, which the head's ``fuse`` applies where it has one.
+    intermediate: inner size of its MLP; mlp: a mixture of experts in its place."""
 
-    def __init__(self, shape: TargetShape, intermediate: int, bias: bool = False, qk_norm: bool = False) -> None:
+    def __init__(
+        self,
+        shape: TargetShape,
+        intermediate: int = 0,
+        bias: bool = False,
+        qk_norm: bool = False,
+        mlp: Experts | None = None,
+    ) -> None:
         super().__init__()
         self.self_attn = Attention(shape, bias, qk_norm)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = MLP(shape.hidden_size, intermediate, shape.hidden_act)
+        self.mlp = MLP(shape.hidden_size, intermediate, shape.hidden_act) if mlp is None else mlp
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Output projection, residual and MLP: the layer's un-normed output [n, H]."""
@@ -80,8 +89,8 @@ class Block(nn.Module):
             return f"decoder layer random: the target's last layer does not fit ({', '.join(bad)})"
         for name, parameter in own.items():
             parameter.copy_(layer[name])
-        self.self_attn.o_proj.weight.zero_()
-        self.mlp.down_proj.weight.zero_()
+            if "o_proj" in name or "down_proj" in name:  # of each expert, too
+                parameter.zero_()
         left = sorted(n for n in layer.keys() - own.keys() if n != "input_layernorm.weight")
         without = f" without {', '.join(left)}" if left else ""
         return f"decoder layer = the target's last layer{without}, with o_proj and down_proj zero"
@@ -216,19 +225,25 @@ class RecurrentHead(DraftHead):
 
     def mlp_width(self) -> int:
         """Inner size of the MLP that one query passes."""
-        return self.block.mlp.gate_proj.out_features
+        mlp = self.block.mlp
+        return mlp.width if isinstance(mlp, Experts) else mlp.gate_proj.out_features
 
     def row_weights(self) -> int:
-        """Matrix entries that one query passes: q, o and the MLP."""
+        """Matrix entries that one query passes: q, o and the MLP, or the experts that it is sent to."""
         block = self.block
-        matrices = [block.self_attn.q_proj, block.self_attn.o_proj, *block.mlp.children()]
-        return sum(m.weight.numel() for m in matrices if isinstance(m, nn.Linear))
+        matrices = [block.self_attn.q_proj, block.self_attn.o_proj]
+        experts = isinstance(block.mlp, Experts)
+        if not experts:
+            matrices += [m for m in block.mlp.children() if isinstance(m, nn.Linear)]
+        return sum(m.weight.numel() for m in matrices) + (block.mlp.active if experts else 0)
 
     def kept_values(self, tokens: int, supervised: int, depth: int) -> int:
         heads, width = self.key_shape
         size, inner, kv = self.shape.hidden_size, self.shape.num_heads * width, heads * width
         once = tokens * (7 * size + 4 * kv)  # feature, embedding, both normed and joined, input, keys, values
         row = 9 * size + 3 * inner + 4 * kv + 4 * self.mlp_width()  # one query at one step
+        if isinstance(self.block.mlp, Experts):
+            row += self.block.mlp.kept
         return once + supervised * depth * (row + 2 * size)  # and its hidden state by teacher row, with gradient
 
     def session(self, max_length: int) -> Session:

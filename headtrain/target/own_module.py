@@ -24,6 +24,10 @@ SETTINGS = (
     "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
     "n_shared_experts", "shared_expert_intermediate_size", "n_group", "topk_group", "routed_scaling_factor",
 )  # fmt: skip
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_SETTINGS = (
+    "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "shared_expert_intermediate_size",
+)  # fmt: skip
 # such a module is a layer numbered on after the decoder's, known by the projection that no decoder layer has ...
 PROJECTION = re.compile(r"(.*\blayers\.\d+\.)eh_proj\.weight")
 # ... or stands under a name of its own
@@ -37,6 +41,13 @@ def module_settings(text: Any) -> dict[str, Any] | None:
     if not count:
         return None
     return {"count": count} | {key: getattr(text, key) for key in SETTINGS if hasattr(text, key)}
+
+
+def expert_settings(text: Any) -> dict[str, Any] | None:
+    """``TargetShape.experts`` of a text decoder's config, or None where its layers have no experts."""
+    if not any(getattr(text, key, None) for key in EXPERT_COUNTS):
+        return None
+    return {key: getattr(text, key) for key in (*EXPERT_COUNTS, *EXPERT_SETTINGS) if hasattr(text, key)}
 
 
 def layer_modules(names: Iterable[str]) -> tuple[str, ...]:

@@ -157,10 +157,13 @@ def effective_norm_weight(norm: nn.Module, hidden: int) -> Tensor:
 
 def last_layer_state(parts: Parts) -> dict[str, Tensor]:
     """The last decoder layer under Llama's names with effective norm weights; empty where the family's layer has other
-    parts (four norms, experts, fused projections), so that nothing is copied into a place of another meaning."""
+    parts (four norms, fused projections), so that nothing is copied into a place of another meaning. Experts have
+    transformers' names (``mlp.experts.gate_up_proj``): no head takes them for a dense MLP."""
     layer = parts.layers[-1]
     state = {name: tensor.detach() for name, tensor in layer.state_dict().items()}
-    needed = [f"{name}.weight" for name in (*LLAMA_MATRICES, *LLAMA_NORMS)]
+    experts = any(name.startswith("mlp.experts.") for name in state)
+    matrices = [name for name in LLAMA_MATRICES if not (experts and name.startswith("mlp."))]
+    needed = [f"{name}.weight" for name in (*matrices, *LLAMA_NORMS)]
     if {name for name, _ in layer.named_children()} != LLAMA_CHILDREN or any(
         name not in state or not state[name].is_floating_point() for name in needed
     ):

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config import ExpectedShape
 from ..types import TargetShape
-from .own_module import module_settings
+from .own_module import expert_settings, module_settings
 
 ROPE_THETA = 10000.0
 
@@ -100,6 +100,7 @@ def shape_from_config(config: Any) -> TargetShape:
         hidden_act=_first(text, ("hidden_act", "hidden_activation", "activation_function"), "silu"),
         rope=rope_from_config(text),
         module=module_settings(text),
+        experts=expert_settings(text),
     )
 
 
@@ -120,10 +121,10 @@ def shape_differences(expected: TargetShape, found: TargetShape) -> list[str]:
             for key in sorted({*mine, *theirs}):
                 if not _same(mine.get(key), theirs.get(key)):
                     lines.append(f"rope.{key}: expected {mine.get(key)!r}, found {theirs.get(key)!r}")
-        elif name == "module":  # a recipe gives what its head needs of it
+        elif name in ("module", "experts"):  # a recipe gives what its head needs of it
             for key, value in (mine or {}).items():
                 if not _same(value, (theirs or {}).get(key)):
-                    lines.append(f"module.{key}: expected {value!r}, found {(theirs or {}).get(key)!r}")
+                    lines.append(f"{name}.{key}: expected {value!r}, found {(theirs or {}).get(key)!r}")
         elif not _same(mine, theirs):
             lines.append(f"{name}: expected {mine!r}, found {theirs!r}")
     return lines

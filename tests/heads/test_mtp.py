@@ -4,6 +4,7 @@ import pytest
 import reference_recurrent as reference
 import tiny
 import torch
+import transformers as hf
 from reference_recurrent import (
     PATTERNS,
     SHAPE,
@@ -17,17 +18,26 @@ from reference_recurrent import (
     raw,
     tree_equals_chains,
 )
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from headtrain.config import RecipeError
 from headtrain.heads.catalog import build_head, parse_head
+from headtrain.heads.experts import Experts
 from headtrain.heads.mtp import Mtp
+from headtrain.heads.recurrent import seen_positions
 from headtrain.shift import pair_mask
 from headtrain.target.model import Target
 from headtrain.teacher import Teacher
 from headtrain.types import Batch, Row, TargetWeights
 
 DEPTH = 4
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "norm_topk_prob": True}
+SHARED = EXPERTS | {"norm_topk_prob": False, "shared_expert_intermediate_size": 14}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTURES = {
+    "qwen3_moe": SHAPE.replace(model_type="qwen3_moe", experts=EXPERTS),
+    "qwen2_moe": SHAPE.replace(model_type="qwen2_moe", experts=SHARED),
+    "mixtral": SHAPE.replace(model_type="mixtral", experts=MIXTRAL, intermediate_size=16),
+}
 FORMS = {
     "mimo": {},
     "deepseek": {
@@ -42,6 +52,18 @@ FORMS = {
     "reduced own lm_head, hard": {"own_lm_head": True, "draft_vocab_size": 40},
     "fastmtp": {"context": "own"},
     "fastmtp, raw, soft": {"context": "own", "recycle": "raw", "labels": "soft", "attention_bias": True},
+    "chain": {"modules": DEPTH},
+    "chain, deepseek": {
+        "modules": DEPTH,
+        "concat": "embed_first",
+        "start": "normed",
+        "recycle": "raw",
+        "labels": "soft",
+    },
+    "chain, reduced": {"modules": DEPTH, "draft_vocab_size": 40, "own_lm_head": True, "zero_first_embedding": False},
+    "qwen3 moe": {"shape": MIXTURES["qwen3_moe"], "balance": 0.3},
+    "qwen2 moe, fastmtp": {"shape": MIXTURES["qwen2_moe"], "context": "own", "balance": 0.3, "labels": "soft"},
+    "mixtral, chain": {"shape": MIXTURES["mixtral"], "modules": DEPTH, "balance": 0.3},
 }
 
 
@@ -62,7 +84,7 @@ def check(case, own: bool, depth: int = DEPTH):
 def test_loss_metrics_and_gradients_equal_the_dense_reference(pattern, form):
     """In training in the context asked for, in eval mode in that of decoding, whatever was asked for."""
     case = head_of(PATTERNS[pattern], **FORMS[form])
-    check(case, own=case[0].config.context == "own")
+    check(case, own=case[0].config.own_context)
     case[0].eval()
     check(case, own=False)
 
@@ -129,9 +151,44 @@ def test_session_equals_the_reference_at_every_position_and_step(form):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", ["mimo", "deepseek"])
+@pytest.mark.parametrize("form", ["mimo", "deepseek", "chain, deepseek", "qwen3 moe"])
 def test_a_tree_equals_its_chains(form):
-    tree_equals_chains(head_of([Row(list(range(3, 27)), [1] * 24)], **FORMS[form]))
+    deeper = {"depth": 5, "modules": 5} if "chain" in form else {}  # the tree has guesses of depth 4
+    tree_equals_chains(head_of([Row(list(range(3, 27)), [1] * 24)], **FORMS[form] | deeper))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [1, 2, 5])
+def test_a_chain_of_modules_takes_accepted_tokens_in_any_number_and_forgets_guesses(first):
+    """Also where the text begins shorter than the chain is long."""
+    head, batch, final, lm_head = head_of([Row(list(range(3, 20)), [1] * 17)], modules=DEPTH)
+
+    def feed(session, a, b):
+        return session.extend(batch.ids[a + 1 : b + 1], raw(final)[a:b], final[a:b])
+
+    pieces, single, at = head.session(20), head.session(20), 0
+    for n in (first, 3, 1, 1, 4):
+        got = feed(pieces, at, at + n)
+        for i in range(at, at + n):
+            want = feed(single, i, i + 1)
+        at += n
+        for guesses in ([7], [8, 9], [10]):  # wide and deep, to be forgotten
+            parents = torch.tensor([len(pieces.parents) - 1] * len(guesses))
+            a, b = (x.expand(parents, torch.tensor(guesses)) for x in (pieces, single))
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="5 tokens drafted, but there are 4 modules"):
+        pieces.expand(torch.tensor([3]), torch.tensor([5]))
+    with pytest.raises(ValueError, match="more than 256 nodes"):
+        pieces.expand(torch.tensor([-1] * 253), torch.arange(253) % V)
+
+
+def test_a_chain_drafts_no_deeper_than_it_has_modules():
+    head, batch, final, lm_head = head_of(PATTERNS["two turns"], depth=2, modules=2)
+    assert head.max_depth == 2
+    for call in (head.loss, lambda b, f, _, depth: head.chain_hits(b, f, depth)):
+        with pytest.raises(ValueError, match="depth 3, but there are 2 modules"):
+            call(batch, features_of(batch, final, lm_head), Teacher(lm_head), 3)
 
 
 def test_the_embedding_at_position_zero_is_zero_only_where_asked_for():
@@ -160,11 +217,21 @@ QWEN = dict(
 )  # fmt: skip
 
 
+MOE = QWEN | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+MODELS = {
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**QWEN)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**QWEN)),
+    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**MOE)),
+    "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=40)),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**QWEN, num_local_experts=4)),
+}
+
+
 def family(name: str) -> Target:
     torch.manual_seed(0)
     if name == "llama":
         return Target.of(tiny.model())
-    model = Qwen2ForCausalLM(Qwen2Config(**QWEN)) if name == "qwen2" else Qwen3ForCausalLM(Qwen3Config(**QWEN))
+    model = MODELS[name]()
     with torch.no_grad():  # biases and norms are zero and one at random start: nothing would be seen of them
         for p in model.parameters():
             if p.ndim == 1:
@@ -172,7 +239,7 @@ def family(name: str) -> Target:
     return Target.of(model.eval())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", *MODELS])
 def test_the_block_is_of_the_targets_kind_and_starts_as_its_last_layer(name):
     """With its two branches opened again, the head's layer is the target's last layer on any input."""
     target = family(name)
@@ -181,15 +248,16 @@ def test_the_block_is_of_the_targets_kind_and_starts_as_its_last_layer(name):
     said = head.init_from_target(weights)
     assert said[2] == "decoder layer = the target's last layer, with o_proj and down_proj zero"
     assert torch.equal(head.final_layernorm.weight, weights.final_norm)
-    assert ("block.self_attn.q_proj.bias" in head.state_dict()) == (name == "qwen2")
-    assert ("block.self_attn.q_norm.weight" in head.state_dict()) == (name == "qwen3")
+    assert ("block.self_attn.q_proj.bias" in head.state_dict()) == (name in ("qwen2", "qwen2_moe"))
+    assert ("block.self_attn.q_norm.weight" in head.state_dict()) == (name in ("qwen3", "qwen3_moe"))
+    assert isinstance(head.block.mlp, Experts) == (name in MIXTURES)
     e, h = torch.randn(9, size), torch.randn(9, size)
     x = head.fuse(e, h)[1]
     torch.testing.assert_close(x, torch.nn.functional.rms_norm(h, (size,), None, target.shape.rms_norm_eps))
     with torch.no_grad():
         assert torch.equal(head.block.finish(torch.randn(9, target.shape.num_heads, target.shape.head_dim), x), x)
-        head.block.self_attn.o_proj.weight.copy_(weights.last_layer["self_attn.o_proj.weight"])
-        head.block.mlp.down_proj.weight.copy_(weights.last_layer["mlp.down_proj.weight"])
+        for name, p in head.block.named_parameters():
+            p.copy_(weights.last_layer[name])
         read, residual = head.fuse(e, h)
         attention, angles = head.block.self_attn, head.rope(torch.arange(9))
         q, k, v = attention.queries(read, angles), attention.keys(read, angles), attention.values(read)
@@ -292,9 +360,97 @@ def test_no_other_engine_loads_it_and_contradictions_are_refused():
         parse_head({"kind": "mtp", "loss": "tv"})
 
 
+@pytest.mark.parametrize(
+    ("shape", "options", "said"),
+    [
+        (SHAPE, {"modules": 3}, "head.modules=3 .its class .* runs one module at every step, head.modules=1"),
+        (MIXTURES["qwen3_moe"], {}, "a mixture of experts .*head.block=dense.*a target of type 'qwen3_moe'"),
+        (SHAPE, {"intermediate_size": 20}, r"head.intermediate_size=20 \(the target's: 48\)"),
+    ],
+)
+def test_the_engines_form_has_one_dense_module(shape, options, said):
+    head = build_head(parse_head({"kind": "mtp", **options}), shape, None)
+    with pytest.raises(ValueError, match=said):
+        head.export_spec("vllm")
+
+
 def test_flops_and_kept_values_grow_with_depth_and_context():
     batch = Batch.pack(PATTERNS["two turns"])
     first, own = (build_head(parse_head({"kind": "mtp", "context": c}), SHAPE, None) for c in ("first", "own"))
     assert first.flops(batch, 1) == own.flops(batch, 1)
     assert first.flops(batch, 1) < first.flops(batch, 3) < own.flops(batch, 3)
     assert first.kept_values(66, 30, 3) < own.kept_values(66, 30, 3)
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_every_module_of_a_chain_starts_as_one_alone(mixture):
+    target = family("qwen3_moe" if mixture else "qwen3")
+    weights = target.weights()
+    heads = [build_head(parse_head({"kind": "mtp", "depth": 3, "modules": n}), target.shape, None) for n in (1, 3)]
+    said = [head.init_from_target(weights) for head in heads]
+    assert said[1] == [*said[0], "3 modules, all alike"]
+    alone, chain = (head.state_dict() for head in heads)
+    assert chain.keys() == alone.keys() | {f"later.{k}.{name}" for k in range(2) for name in alone}
+    assert all(torch.equal(chain[f"later.{k}.{name}"], tensor) for k in range(2) for name, tensor in alone.items())
+
+
+def test_a_stage_of_the_depth_schedule_leaves_the_later_modules_alone():
+    case = head_of(PATTERNS["two turns"], depth=3, modules=3)
+    fast(*case, depth=2).total.backward()
+    grads = {n: p.grad for n, p in case[0].named_parameters()}
+    assert all((g is None) == n.startswith("later.1.") for n, g in grads.items())
+
+
+def test_experts_cost_what_one_token_passes():
+    batch, plain = Batch.pack(PATTERNS["two turns"]), {"kind": "mtp", "qk_norm": False, "attention_bias": False}
+    queries = int(pair_mask(batch, 3).sum())
+    dense = build_head(parse_head(plain | {"block": "dense"}), SHAPE, None)
+    for name, active, router in (
+        ("qwen3_moe", 2 * 10, 6 * H),
+        ("qwen2_moe", 2 * 10 + 14, 6 * H + H),  # and the shared expert's gate
+        ("mixtral", 2 * 16, 4 * H),
+    ):
+        head = build_head(parse_head(plain | {"block": "moe"}), MIXTURES[name], None)
+        more = 3 * H * (active - SHAPE.intermediate_size) + router
+        assert head.flops(batch, 3) - dense.flops(batch, 3) == 6 * queries * more, name
+        routed = 4 * (active - SHAPE.intermediate_size) + 2 * head.block.mlp.sizes.count + 2 * 2 * H
+        assert head.kept_values(60, 30, 3) - dense.kept_values(60, 30, 3) == 30 * 3 * routed, name
+
+
+def test_a_chain_costs_its_own_projection_of_the_embedding_at_each_step():
+    batch, options = Batch.pack(PATTERNS["two turns"]), {"kind": "mtp", "depth": 3, "context": "own"}
+    shared, chain = (build_head(parse_head(options | {"modules": n}), SHAPE, None) for n in (1, 3))
+    start = pair_mask(batch, 1)[0].nonzero().squeeze(1)
+    assert chain.flops(batch, 3) - shared.flops(batch, 3) == 2 * 2 * 2 * seen_positions(batch, start) * H * H
+    assert chain.kept_values(60, 30, 3) == shared.kept_values(60, 30, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "said"),
+    [
+        (SHAPE, {"block": "moe"}, "family 'llama' has experts of no kind that is built here .*head.block=dense"),
+        (SHAPE.replace(model_type="qwen3_moe"), {"block": "moe"}, "gives no sizes of its experts .*expect.experts"),
+        (
+            SHAPE.replace(model_type="qwen3_moe", experts={"num_experts": 6}),
+            {},
+            r"lack 'num_experts_per_tok': found \['num_experts'\].*head.block=dense",
+        ),
+        (SHAPE.replace(model_type="deepseek_v3", module={"count": 1}), {"block": "moe"}, "head.kind=mtp-checkpoint"),
+        (SHAPE, {"modules": 2}, "modules=2 with depth=3.*head.depth=2 .or head.modules=3.*head.modules=1"),
+        (SHAPE, {"modules": 3, "context": "first"}, "context=first with modules=3.*leave head.context out"),
+        (SHAPE, {"block": "moe", "intermediate_size": 8}, "intermediate_size=8 with block=moe.*head.block=dense"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_what_can(shape, options, said):
+    with pytest.raises(RecipeError, match=said):
+        build_head(parse_head({"kind": "mtp", **options}), shape, None)
+
+
+def test_a_dense_layer_is_built_where_the_mixture_is_not_known_or_not_wanted():
+    for shape, options in (
+        (SHAPE.replace(model_type="gpt_oss", experts={"num_local_experts": 4}), {}),
+        (MIXTURES["qwen3_moe"], {"block": "dense"}),
+        (MIXTURES["qwen3_moe"], {"intermediate_size": 20}),
+    ):
+        head = build_head(parse_head({"kind": "mtp", **options}), shape, None)
+        assert head.block.mlp.gate_proj.out_features == options.get("intermediate_size", shape.intermediate_size)

@@ -119,8 +119,10 @@ def test_weights_are_effective_and_named_as_in_llama():
     weights = Target.of(model).weights()
     assert torch.equal(weights.final_norm, 1 + model.model.norm.weight)
     assert torch.equal(weights.last_layer["input_layernorm.weight"], 1 + model.model.layers[-1].input_layernorm.weight)
-    for name in ("gemma3", "qwen3_moe", "cohere"):  # four norms, experts, one norm: not Llama's layer
+    for name in ("gemma3", "cohere"):  # four norms, one norm: not Llama's layer
         assert Target.of(families.build(name)).weights().last_layer == {}
+    mixture = Target.of(families.build("qwen3_moe")).weights().last_layer
+    assert "mlp.experts.gate_up_proj" in mixture and "mlp.gate_proj.weight" not in mixture
     assert not any(t.requires_grad for t in (weights.embed, weights.lm_head, weights.final_norm))
 
 

@@ -1,0 +1,151 @@
+"""The mixture of experts of a target's family as the MLP of a draft layer.
+
+A router scores every expert by a softmax; a token is sent to the k best, whose outputs are added up by their scores
+(divided by their sum where the family does so); a shared expert behind a sigmoid gate is added where the family has
+one. The kinds are Mixtral's (arXiv 2401.04088), Qwen2-MoE's and Qwen3-MoE's as transformers computes them; tensors have
+the names and shapes that they have there, so that the target's last layer can be copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ..layers import ACTIVATIONS, MLP, wide
+from ..types import TargetShape
+
+INITIAL_STD = 0.02  # of experts and router where the target's layer is not copied (initializer_range of the families)
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """count: experts of the layer; chosen: those of one token; width: inner size of each; normalised: the chosen
+    scores are divided by their sum; shared: inner size of the shared expert, 0: none."""
+
+    count: int
+    chosen: int
+    width: int
+    normalised: bool
+    shared: int = 0
+
+
+KINDS = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+
+def expert_sizes(shape: TargetShape) -> ExpertSizes | None:
+    """The experts of a target's layers; None where it has none, or of a kind that is not built here."""
+    found = shape.experts
+    if found is None or shape.model_type not in KINDS:
+        return None
+    mixtral = shape.model_type == "mixtral"
+    try:
+        return ExpertSizes(
+            count=found["num_local_experts" if mixtral else "num_experts"],
+            chosen=found["num_experts_per_tok"],
+            width=shape.intermediate_size if mixtral else found["moe_intermediate_size"],
+            normalised=mixtral or bool(found["norm_topk_prob"]),
+            shared=found["shared_expert_intermediate_size"] if shape.model_type == "qwen2_moe" else 0,
+        )
+    except KeyError as missing:
+        raise ValueError(
+            f"the sizes of the target's experts lack {missing}: found {sorted(found)}; complete target.expect.experts "
+            "from the target's config.json, or set head.block=dense"
+        ) from None
+
+
+class _Router(nn.Module):
+    def __init__(self, size: int, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, size) * INITIAL_STD)
+
+
+class _Matrices(nn.Module):
+    """gate_up_proj [experts, 2 * width, H], down_proj [experts, H, width]."""
+
+    def __init__(self, size: int, sizes: ExpertSizes) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(sizes.count, 2 * sizes.width, size) * INITIAL_STD)
+        self.down_proj = nn.Parameter(torch.randn(sizes.count, size, sizes.width) * INITIAL_STD)
+
+
+@dataclass
+class Routing:
+    """scores [n, experts], a softmax; chosen [n, k] int64: where each of n tokens was sent."""
+
+    scores: Tensor
+    chosen: Tensor
+
+
+class Experts(nn.Module):
+    """x [n, H] -> [n, H]. ``record``: a list to which every call adds its ``Routing``, or None."""
+
+    def __init__(self, size: int, sizes: ExpertSizes, act: str) -> None:
+        super().__init__()
+        self.sizes, self.act = sizes, ACTIVATIONS[act]
+        self.gate = _Router(size, sizes.count)
+        self.experts = _Matrices(size, sizes)
+        if sizes.shared:
+            self.shared_expert = MLP(size, sizes.shared, act)
+            self.shared_expert_gate = nn.Linear(size, 1, bias=False)
+        self.record: list[Routing] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.softmax(wide(linear(x, self.gate.weight)), -1)
+        weights, chosen = scores.topk(self.sizes.chosen, -1)
+        if self.record is not None:
+            self.record.append(Routing(scores, chosen))
+        if self.sizes.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        # one product for each expert that was chosen: copies of the tokens, sorted by their expert
+        order = chosen.flatten().argsort(stable=True)
+        copies = x[order // self.sizes.chosen]
+        counts = torch.bincount(chosen.flatten(), minlength=self.sizes.count).tolist()
+        outs = [self._expert(e, part) for e, part in enumerate(copies.split(counts)) if len(part)]
+        out = torch.cat(outs)[order.argsort()] if outs else copies
+        out = (out.unflatten(0, chosen.shape) * weights.unsqueeze(-1).to(out.dtype)).sum(1)
+        if self.sizes.shared:
+            out = out + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return out
+
+    def _expert(self, number: int, x: Tensor) -> Tensor:
+        gate, up = linear(x, self.experts.gate_up_proj[number]).chunk(2, -1)
+        return linear(self.act(gate) * up, self.experts.down_proj[number])
+
+    # -- sizes, for the estimate -------------------------------------------------------------------------------
+
+    @property
+    def width(self) -> int:
+        """Inner sizes that one token passes, together."""
+        return self.sizes.chosen * self.sizes.width + self.sizes.shared
+
+    @property
+    def active(self) -> int:
+        """Matrix entries that one token passes: router, its experts, the shared one."""
+        size = self.gate.weight.shape[1]
+        return self.gate.weight.numel() + 3 * size * self.width + (size if self.sizes.shared else 0)
+
+    @property
+    def kept(self) -> int:
+        """Numbers that autograd keeps for one token beyond those of an MLP of ``width``: scores, and the token's copy
+        and output at each of its experts."""
+        return 2 * self.sizes.count + 2 * self.sizes.chosen * self.gate.weight.shape[1]
+
+
+def imbalance(routing: Routing, rows: Tensor, doc: Tensor) -> Tensor:
+    """DeepSeek-V3's sequence-wise balance (arXiv 2412.19437, eq. 17 to 20) without its factor, times the tokens of each
+    document, summed over documents: n * sum_e f_e P_e with f_e the share of the document's choices that went to expert
+    e, times the number of experts, and P_e its mean score. It is n where experts are used alike. By document, so that
+    it does not depend on how rows are packed.
+
+    rows [n] int64: the tokens that count; doc [n] int64: their documents, from 0. Scalar, float32 or wider.
+    """
+    scores, chosen = routing.scores[rows], routing.chosen[rows]
+    experts, documents = scores.shape[1], int(doc.max()) + 1 if doc.numel() else 0
+    tokens = torch.bincount(doc, minlength=documents).clamp(min=1)
+    sent = scores.new_zeros(documents, experts)
+    sent.index_put_((doc.unsqueeze(1).expand_as(chosen), chosen), scores.new_ones(()), accumulate=True)
+    mass = scores.new_zeros(documents, experts).index_add(0, doc, scores)  # n * P_e
+    return (sent / tokens.unsqueeze(1) * (experts / chosen.shape[1]) * mass).sum()
