@@ -47,7 +47,7 @@ def start_ranks(target: Callable, world: int, folder: Path, *args, only: tuple[i
     ]
 
 
-def finish(processes, timeout: float = 60.0) -> list[int]:
+def finish(processes, timeout: float = 300.0) -> list[int]:
     """Exit codes; kills what is left after ``timeout`` seconds and fails."""
     until = time.monotonic() + timeout
     for process in processes:

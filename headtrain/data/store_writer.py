@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..metadata import write_json
@@ -132,7 +133,7 @@ class ShardWriter:
         return self.rows[int(self.batch.doc[token])]
 
     def close(self) -> None:
-        """Write the shard, then its record, each atomically."""
+        """Write the shard, then its record, each atomically. Raises StoreError where there is no room for it."""
         batch, n = self.batch, len(self.batch)
         if self.done != n:
             raise StoreError(f"{self.path.name}: features of {self.done} of {n} tokens were given")
@@ -154,7 +155,11 @@ class ShardWriter:
             "lse": self.lse,
         }
         temporary = self.path.with_name(self.path.name + ".tmp")
-        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, temporary)
+        try:
+            save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, temporary)
+        except SafetensorError as error:  # its own kind, also for a full disk
+            temporary.unlink(missing_ok=True)
+            raise StoreError(f"{self.path} cannot be written ({error}); complete shards are kept") from None
         # safetensors writes files that only their owner can read: make them as readable as the manifest
         temporary.chmod((self.path.parent / MANIFEST).stat().st_mode & 0o777)
         with open(temporary, "rb") as file:

@@ -279,7 +279,7 @@ def micro_seed(seed: int, index: int) -> int:
 
 def set_aside(run: Path) -> None:
     """Move an old run's checkpoints and curve into ``previous-N``; nothing that was trained is deleted."""
-    old = [p for p in (run / "checkpoints", run / "metrics.jsonl") if p.exists()]
+    old = [p for p in (run / "metrics.jsonl", run / "checkpoints") if p.exists()]
     if old:
         number = 1 + sum(1 for _ in run.glob("previous-*"))
         (run / f"previous-{number}").mkdir()
@@ -303,8 +303,9 @@ def versions() -> dict[str, str]:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT as a request to save and stop; a second one ends the process as usual. ``requested``: this
-    rank was told; ``agreed``: all ranks stop."""
+    """SIGTERM and SIGINT as a request to save and stop; a second SIGINT ends the process as usual, a second SIGTERM
+    does not: a scheduler and a launcher may each send one. ``requested``: this rank was told; ``agreed``: all ranks
+    stop."""
 
     def __init__(self) -> None:
         self.requested = self.agreed = False
@@ -322,4 +323,5 @@ class StopSignal:
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
         self.requested, self.name = True, signal.Signals(number).name
-        signal.signal(number, self._old[number])
+        if number == signal.SIGINT:
+            signal.signal(number, self._old[number])

@@ -22,7 +22,7 @@ TIMEOUT = 6.0
 SETTINGS = dict(steps=6, accumulation=2, save_every=2, eval_every=3, log_every=1)
 
 
-def until(what, seconds: float = 40.0) -> None:
+def until(what, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "waited in vain"
@@ -73,7 +73,7 @@ def stored(recipe, watch, console, rank: int, does: dict) -> None:
         (recipe.output_dir / f"captured-by-{rank}").touch()
 
     preparing.capture, preparing.FeatureStore = capture, lambda *_, **__: None
-    preparing._stored(recipe, None, {}, watch, console)
+    preparing._stored(recipe, None, None, {}, watch, console)
 
 
 def go(tmp_path: Path, does: dict, timeout: float = TIMEOUT, only: tuple[int, ...] | None = None, world: int = 2):
@@ -85,13 +85,13 @@ def said(tmp_path: Path, rank: int) -> str:
 
 
 def test_an_exception_on_one_rank_ends_both_with_its_message(tmp_path):
-    assert ranks.finish(go(tmp_path, {"rank": 1, "at": "raise"}), 40) == [2, 1]
+    assert ranks.finish(go(tmp_path, {"rank": 1, "at": "raise"})) == [2, 1]
     assert "error: rank 1 (" in said(tmp_path, 0) and "failed: KeyError: 'a strange row'" in said(tmp_path, 0)
     assert "Traceback" not in said(tmp_path, 0) and "Traceback" in said(tmp_path, 1)
 
 
 def test_an_exception_on_rank_0_ends_the_others(tmp_path):
-    assert ranks.finish(go(tmp_path, {"rank": 0, "at": "raise", "train": {"accumulation": 3}}, world=3), 40) == [
+    assert ranks.finish(go(tmp_path, {"rank": 0, "at": "raise", "train": {"accumulation": 3}}, world=3)) == [
         1,
         2,
         2,
@@ -103,34 +103,33 @@ def test_an_exception_on_rank_0_ends_the_others(tmp_path):
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_killed_rank_is_named(tmp_path, dead):
     """kill -9, or out of memory: no message of its own. Rank 0 takes the rendezvous with it."""
-    codes = ranks.finish(go(tmp_path, {"rank": dead, "at": "kill"}), 40)
+    codes = ranks.finish(go(tmp_path, {"rank": dead, "at": "kill"}))
     assert codes[dead] == -signal.SIGKILL and codes[1 - dead] == 2
     text = said(tmp_path, 1 - dead)
     assert f"error: rank {dead} (" in text and "killed" in text and "Traceback" not in text
 
 
 def test_a_rank_that_hangs_is_named_with_its_place(tmp_path):
-    assert ranks.finish(go(tmp_path, {"rank": 1, "at": "hang"}, 3.0), 40) == [2, 2]
+    assert ranks.finish(go(tmp_path, {"rank": 1, "at": "hang"}, 5.0)) == [2, 2]
     assert "rank 1: step 3" in said(tmp_path, 0) and "here: step 3" in said(tmp_path, 0)
 
 
 @pytest.mark.parametrize("there, message", [(0, "1 of 2 ranks (1) were not"), (1, "rank 0 of 2 did not start there")])
 def test_a_rank_that_never_starts(tmp_path, there, message):
-    assert ranks.finish(go(tmp_path, {}, 2.0, only=(there,)), 30) == [2]
+    assert ranks.finish(go(tmp_path, {}, 2.0, only=(there,))) == [2]
     assert message in " ".join(said(tmp_path, there).split())
 
 
 @pytest.mark.parametrize("fate, code, message", [("full", 2, "the disk is full"), ("kill", -9, "no sign of life")])
 def test_a_capture_that_dies_ends_who_waits_for_it(tmp_path, fate, code, message):
-    timeout = TIMEOUT if fate == "full" else 3.0
-    assert ranks.finish(go(tmp_path, {"capture": fate}, timeout), 40) == [code, 2]
+    assert ranks.finish(go(tmp_path, {"capture": fate})) == [code, 2]
     assert "error: rank 0 (" in said(tmp_path, 1)
     assert message in said(tmp_path, 1) or "the rendezvous" in said(tmp_path, 1)
 
 
 def test_a_long_capture_is_waited_for_and_happens_once(tmp_path):
     """Longer than an exchange may take."""
-    assert ranks.finish(go(tmp_path, {"capture": 5.0}, 2.0), 40) == [0, 0]
+    assert ranks.finish(go(tmp_path, {"capture": 7.0}, 4.0)) == [0, 0]
     assert (tmp_path / "run/captured-by-0").exists() and not (tmp_path / "run/captured-by-1").exists()
 
 
@@ -138,9 +137,8 @@ def test_a_long_capture_is_waited_for_and_happens_once(tmp_path):
 def test_sigterm_to_one_rank_while_rank_0_captures(tmp_path, told):
     started = go(tmp_path, {"capture": 60.0})
     until(lambda: (tmp_path / "rank-0.log").exists() and "capturing" in said(tmp_path, 0))
-    began = time.monotonic()
     os.kill(started[told].pid, signal.SIGTERM)
-    assert ranks.finish(started, 20) == [0, 0] and time.monotonic() - began < 15
+    assert ranks.finish(started) == [0, 0]
     assert all("stopped before training began" in said(tmp_path, rank) for rank in (0, 1))
 
 
@@ -149,21 +147,21 @@ def test_sigterm_to_one_rank_in_training_saves_and_all_exit_with_0(tmp_path):
     started, curve = go(tmp_path, does), tmp_path / "run/metrics.jsonl"
     until(lambda: curve.exists() and curve.read_text().count("\n") >= 2)
     os.kill(started[1].pid, signal.SIGTERM)
-    assert ranks.finish(started, 20) == [0, 0]
+    assert ranks.finish(started) == [0, 0]
     assert "run the same command again to resume at step" in said(tmp_path, 0)
     assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) == 1
 
 
 def test_uneven_data(tmp_path):
     """An odd number of micro-batches to an epoch, and held-out rows that fill fewer batches than there are ranks."""
-    assert ranks.finish(go(tmp_path, {"rows": 5, "train": {"accumulation": 3}}, world=3), 60) == [0, 0, 0]
+    assert ranks.finish(go(tmp_path, {"rows": 5, "train": {"accumulation": 3}}, world=3)) == [0, 0, 0]
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert sum(line["kind"] == "eval" for line in lines) == 2 and lines[-1]["step"] == 6
 
 
 def test_different_recipes_on_two_ranks_are_refused(tmp_path):
     started = ranks.start_ranks(run_other_lr, 2, tmp_path, str(tmp_path))
-    assert ranks.finish(started, 40) == [2, 2]
+    assert ranks.finish(started) == [2, 2]
     assert "what the run is made from: rank 0 has" in said(tmp_path, 0) and "rank 1 has" in said(tmp_path, 0)
 
 
@@ -182,7 +180,7 @@ def test_the_recipe_files_are_read_inside_the_watch(tmp_path):
     """A node without the recipe says so to the others at once, instead of being waited for."""
     recipe = toyhead.recipe(tmp_path / "run", **SETTINGS)
     (tmp_path / "0.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    assert ranks.finish(ranks.start_ranks(read_own, 2, tmp_path, str(tmp_path)), 40) == [2, 2]
+    assert ranks.finish(ranks.start_ranks(read_own, 2, tmp_path, str(tmp_path))) == [2, 2]
     assert "no recipe at" in said(tmp_path, 0) and "error: rank 1 (" in said(tmp_path, 0)
 
 
