@@ -31,14 +31,6 @@ def ancestors(parents: Sequence[int]) -> Tensor:
     return out
 
 
-def levels(parents: Sequence[int]) -> list[int]:
-    """Each node's depth; 1 below the root."""
-    out: list[int] = []
-    for parent in parents:
-        out.append(1 if parent < 0 else out[parent] + 1)
-    return out
-
-
 def offered(proposal: Proposal | None, path: Sequence[int]) -> int:
     """The length of the longest branch that begins with ``path``."""
     if proposal is None:

@@ -12,7 +12,7 @@ from rigs import PROMPT, head_for, overfit, tiny_target
 
 from headtrain.decode.drafters import HeadDrafter, Sampling
 from headtrain.decode.generate import generate
-from headtrain.decode.tree import DynamicTree, StaticTree, ancestors, build_static, chain, levels, offered
+from headtrain.decode.tree import DynamicTree, StaticTree, ancestors, build_static, chain, offered
 from headtrain.types import Proposal
 
 BUSHY = StaticTree.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0], [1, 0, 0]])
@@ -28,11 +28,10 @@ def text(target):
     return generate(target, PROMPT, max_new_tokens=320, eos_ids=()).tokens
 
 
-def test_ancestors_and_levels():
+def test_ancestors():
     parents = [-1, 0, 0, 2, -1]
     want = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [0, 0, 0, 0, 1]])
     assert torch.equal(ancestors(parents), want.bool())
-    assert levels(parents) == [1, 2, 2, 3, 1]
     with pytest.raises(ValueError, match="node 1 has parent 1"):
         ancestors([-1, 1])
 
