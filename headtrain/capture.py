@@ -6,6 +6,7 @@ python -m headtrain.capture recipes/RECIPE.yaml [key=value ...]
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -301,5 +302,16 @@ def main(
         raise typer.Exit(130) from None
 
 
+def stop_on_sigterm() -> None:
+    """SIGTERM ends this process with exit code 0 from now on: a preempted capture has kept its complete shards."""
+
+    def stop(*_: object) -> None:
+        print("SIGTERM: complete shards are kept, the same command goes on from there", file=sys.stderr)
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+
+
 if __name__ == "__main__":
+    stop_on_sigterm()
     sys.exit(typer.run(main))
