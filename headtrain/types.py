@@ -196,8 +196,9 @@ class TargetShape:
 class TargetWeights:
     """The target's tensors that a head may read or start from, detached.
 
-    embed [V, H] (scaled as the target feeds it to its first layer), lm_head [V, H], final_norm [H] as the
-    *effective* weight (Gemma's 1+w is already added), last_layer: the last decoder layer's state dict with
+    embed [V, H] (scaled as the target feeds it to its first layer), lm_head [V, H] (times the factor that the target
+    puts on its logits), lm_head_bias [V] and softcap: what else it does to them, as in ``Teacher``, final_norm [H] as
+    the *effective* weight (Gemma's 1+w is already added), last_layer: the last decoder layer's state dict with
     Llama's names (``self_attn.q_proj.weight`` ...), empty where the family's names differ. module: the tensors of the
     checkpoint's own draft module by their names in its files, read when asked for; empty where it has none.
     """
@@ -207,6 +208,8 @@ class TargetWeights:
     final_norm: Tensor
     last_layer: dict[str, Tensor] = field(default_factory=dict)
     module: Mapping[str, Tensor] = field(default_factory=dict)
+    lm_head_bias: Tensor | None = None
+    softcap: float | None = None
 
 
 @dataclass

@@ -19,6 +19,7 @@ from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
 from . import medusa_export
 from .base import DraftHead, ExportSpec, HeadConfig, Session, SoftLoss, text_hits
+from .shared import shared_lm_head
 
 
 class MedusaConfig(HeadConfig):
@@ -98,7 +99,12 @@ class Medusa(DraftHead):
 
     def attach(self, weights: TargetWeights) -> None:
         if not self.config.own_lm_head:
+            self.check_start(weights)
             self.shared_lm_head = weights.lm_head.detach()
+
+    def check_start(self, weights: TargetWeights) -> None:
+        if not self.config.own_lm_head:
+            shared_lm_head(weights, "set head.own_lm_head=true")
 
     def init_from_target(self, weights: TargetWeights) -> list[str]:
         if not self.config.own_lm_head:

@@ -36,6 +36,7 @@ class Mtp(ModuleParts, RecurrentHead):
 
     Config = MtpConfig
     dialects = mtp_export.FORMS
+    instead = "set head.own_lm_head=true, which trains one"
 
     def __init__(self, config: MtpConfig, shape: TargetShape, draft_ids: Tensor | None) -> None:
         super().__init__(config, shape, draft_ids)
@@ -43,6 +44,10 @@ class Mtp(ModuleParts, RecurrentHead):
         self.later = nn.ModuleList(LaterModule(config, shape) for _ in range(config.modules - 1))
         if config.own_lm_head:
             self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab_size, bias=False)
+
+    @property
+    def shares_lm_head(self) -> bool:
+        return not self.config.own_lm_head
 
     @property
     def chain(self) -> list[ModuleParts]:

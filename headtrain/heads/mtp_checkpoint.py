@@ -109,6 +109,7 @@ class MtpCheckpoint(Mtp):
         return views
 
     def check_start(self, weights: TargetWeights) -> None:
+        """Of what it starts from, the module itself; its families have plain logits."""
         self.checkpoint_tensors(weights.module.keys())
 
     @torch.no_grad()

@@ -24,6 +24,7 @@ from ..teacher import Teacher
 from ..types import Batch, Features, TargetShape, TargetWeights
 from .base import DraftHead, HeadConfig, Session, node_mask, text_hits
 from .experts import Experts
+from .shared import shared_lm_head
 
 
 class Attention(nn.Module):
@@ -101,6 +102,8 @@ class RecurrentHead(DraftHead):
     output is used as (``outputs``), and what its lm_head is (``lm_head_weight``)."""
 
     block: Block
+    shares_lm_head = True
+    instead = "head.kind=eagle3 has an lm_head of its own"  # for a target whose lm_head cannot be shared
 
     def __init__(self, config: HeadConfig, shape: TargetShape, draft_ids: Tensor | None) -> None:
         super().__init__(config, shape, draft_ids)
@@ -150,8 +153,13 @@ class RecurrentHead(DraftHead):
 
     def attach(self, weights: TargetWeights) -> None:
         self.embed = weights.embed.detach()
-        rows = weights.lm_head.detach()
-        self.target_rows = rows if self.draft_ids is None else rows[self.draft_ids]
+        if self.shares_lm_head:
+            rows = shared_lm_head(weights, self.instead)
+            self.target_rows = rows if self.draft_ids is None else rows[self.draft_ids]
+
+    def check_start(self, weights: TargetWeights) -> None:
+        if self.shares_lm_head:
+            shared_lm_head(weights, self.instead)
 
     def states(self, batch: Batch, features: Features) -> Tensor:
         """[T, H]: the state of step 0 at every position. Raises ValueError where features are lacking."""

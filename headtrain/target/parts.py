@@ -175,7 +175,8 @@ def last_layer_state(parts: Parts) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def target_weights(parts: Parts, conventions: Conventions) -> TargetWeights:
-    """The tensors that heads read or start from; the embedding is a copy only where the family scales it."""
+    """The tensors that heads read or start from; embedding and lm_head are copies only where the family scales
+    them."""
     weight = parts.embed.weight
     probe = torch.arange(min(8, weight.shape[0]), device=weight.device)
     scale = conventions.embed_scale or 1.0
@@ -185,7 +186,15 @@ def target_weights(parts: Parts, conventions: Conventions) -> TargetWeights:
         ids = torch.arange(weight.shape[0], device=weight.device)
         embed = torch.cat([parts.embed(x) * scale for x in ids.split(16384)])
     norm = effective_norm_weight(parts.norm, parts.config.hidden_size).detach()
-    return TargetWeights(embed, parts.lm_head.weight.detach(), norm, last_layer_state(parts))
+    lm_head, bias, factor = parts.lm_head.weight.detach(), getattr(parts.lm_head, "bias", None), conventions.logit_scale
+    return TargetWeights(
+        embed,
+        lm_head if factor == 1.0 else lm_head * factor,
+        norm,
+        last_layer_state(parts),
+        lm_head_bias=None if bias is None else bias.detach() * factor,
+        softcap=conventions.softcap,
+    )
 
 
 def _config_factors(config: Any) -> list[float]:

@@ -95,6 +95,11 @@ def test_conventions_are_measured(name, embed_scale, logit_scale, softcap, bias)
     found = target.conventions
     assert (found.embed_scale, found.logit_scale, found.softcap) == (embed_scale, logit_scale, softcap)
     assert (target.teacher().bias is not None) == bias
+    weights, teacher = target.weights(), target.teacher()  # what a head that shares the lm_head computes, or is told of
+    x = torch.randn(5, target.shape.hidden_size)
+    logits = torch.nn.functional.linear(x, weights.lm_head, weights.lm_head_bias)
+    cap = weights.softcap
+    torch.testing.assert_close(torch.tanh(logits / cap) * cap if cap else logits, teacher.logits(x))
     figures = check_teacher(target)
     assert figures["agree"] == 1 and figures["excess"] < 0.1
 
