@@ -94,7 +94,9 @@ def convert(
 def capture(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     """Run the target over the recipe's data and store the hidden states that its head reads. Resumable."""
     from .capture import capture as run
+    from .capture import stop_on_sigterm
 
+    stop_on_sigterm()
     run(load_recipe(recipe, overrides or []), console=err)
 
 
