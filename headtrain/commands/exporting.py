@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -21,6 +22,9 @@ from .common import (
     target_section,
 )
 
+if TYPE_CHECKING:
+    from ..export.engines import DraftTokens
+
 
 def export(
     run: RunArgument,
@@ -35,10 +39,10 @@ def export(
     force: Annotated[bool, typer.Option(help="replace an earlier export")] = False,
 ) -> None:
     """Write a trained head as an engine loads it, read it back strictly, and print the launch command."""
-    from ..export.core import export_head, launch_line
+    from ..export.core import export_head, launch_line, usual_draft
     from ..export.engines import engines_load
     from ..export.probe import make_probe
-    from ..heads.io import load_head
+    from ..heads.io import fingerprint, load_head
 
     folder = checkpoint_of(run)
     head, metadata = load_head(folder)
@@ -51,13 +55,41 @@ def export(
     measured = acceptance or (run / "eval" / "eval.json" if (run / "eval" / "eval.json").is_file() else None)
     # a head trained on a file that engines cannot load is named after the folder it was converted to
     renamed = target if target and engines_load(target) and not engines_load(metadata.target.name) else None
+    draft = measured_draft(measured, fingerprint(head), engine, usual_draft(metadata)) if measured else None
     beside = loaded.folder if loaded else section and Path(section.path)
     path = export_head(
         folder, engine, to, dtype=dtype, force=force, acceptance=measured, probe=stored, weights=weights,
-        max_shard_size=max_shard_size, target_name=renamed, target_folder=beside, license=license,
+        max_shard_size=max_shard_size, target_name=renamed, target_folder=beside, license=license, draft=draft,
     )  # fmt: skip
     out.print(f"wrote {path}, read it back and compared: bit for bit the trained head", markup=False)
-    out.print(f"serve it:  {launch_line(path, section.path if section else None)}", markup=False)
+    draft = draft or usual_draft(metadata)
+    out.print(f"serve it:  {launch_line(path, section.path if section else None, draft)}", markup=False)
+    out.print(f"drafted tokens: {draft.count}, {draft.why}", markup=False)
+
+
+def measured_draft(evaluation: Path, head: str, engine: str, usual: DraftTokens) -> DraftTokens:
+    """The chain that `advise` takes of those that were measured with the head of this fingerprint, over all routes, as
+    ``engine`` drafts; where none is worth serving the fastest, and that is said. Else ``usual``, with the reason."""
+    from ..evaluate.advise import advise
+    from ..evaluate.results import ALL
+    from ..evaluate.sweep import Sweep
+    from ..export.engines import DraftTokens, modes_of
+
+    try:
+        cases = Sweep.read(evaluation).cases
+        own = [c for c in cases if c.drafter.get("weights") == head and not c.settings["tree"]]
+        if not own:
+            return replace(usual, why="the default: the evaluation measured no chain of this head")
+        advice = advise(own, engines=modes_of(engine), only=[ALL]).routes[0]
+    except ValueError as error:
+        return replace(usual, why=f"the default: nothing can be read off the evaluation ({error})")
+    best, how = advice.best, "the best of those measured"
+    if best is None:
+        return replace(usual, why=f"the default: {advice.reasons[0]}")
+    if advice.chosen is None:
+        how = "the fastest of those measured, but no gain is sure"
+    gain = f"{best.speedup:.2f}x" + ("" if best.low != best.low else f", {best.low:.2f} to {best.high:.2f}")
+    return DraftTokens(best.k, f"{how} ({gain}, {'timed' if best.timed else 'computed'} at batch 1, not in the engine)")
 
 
 def check(

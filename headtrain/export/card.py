@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 from ..heads.base import DraftHead
 from ..heads.forms import Launch
 from ..metadata import Metadata, RouteAcceptance
-from .engines import ENGINES, NATIVE, Engine, form_of, launch_command, serves
+from .engines import ENGINES, NATIVE, DraftTokens, Engine, form_of, launch_command, serves
 
 FILE = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -39,16 +40,17 @@ def card_text(
     engine: Engine,
     head_class: type[DraftHead],
     notes: list[str],
-    k: int,
+    draft: DraftTokens,
     license: str | None = None,
 ) -> str:
-    """The whole card. k: drafted tokens in the launch command. Only what the metadata says, no dates and no local
-    paths, so that two exports of one checkpoint have the same card wherever they lie."""
+    """The whole card. draft: the drafted tokens of the launch command. Only what the metadata says, no dates and no
+    local paths, so that two exports of one checkpoint have the same card wherever they lie."""
     target, head = metadata.target, metadata.head
     shape = target.target_shape()
     name = _shown(target.name)
     form, place = form_of(engine, head_class), target.name if _on_hub(target.name) else "TARGET"
-    launch = launch_command(engine, head_class, Launch(place, "THIS_FOLDER", k, tuple(metadata.features.layers)))
+    at = Launch(place, "THIS_FOLDER", draft.count, tuple(metadata.features.layers))
+    launch = launch_command(engine, head_class, at)
     matter = yaml.safe_dump(front_matter(metadata, license), sort_keys=False, allow_unicode=True)
     trained = "trained" if metadata.imported is None else f"imported ({metadata.imported.layout}'s layout)"
     parts = [
@@ -56,7 +58,7 @@ def card_text(
         f"# {head.kind} draft head for {name}\n",
         f"A draft head for speculative decoding, {trained} with headtrain and exported for {engine.title}. It proposes "
         f"tokens that {name} verifies: the output stays the target's own.\n",
-        f"## Start\n\n```\n{launch}\n```\n",
+        f"## Start\n\n```\n{launch}\n```\n\nDrafted tokens: {draft.count}, {draft.why}.\n",
         _table(
             "Fits",
             ("item", "value"),
@@ -80,7 +82,7 @@ def card_text(
         "`headtrain check THIS_FOLDER --target TARGET` compares all of it with a target at hand.\n",
         _acceptance(metadata.acceptance),
         _training(metadata),
-        "" if target.adapter else _others(engine, head_class, Launch(place, "DIR", k, tuple(metadata.features.layers))),
+        "" if target.adapter else _others(engine, head_class, replace(at, folder="DIR")),
         _limits(metadata, engine, [*notes, *form.notes], license),
     ]
     return "\n".join(p for p in parts if p)
@@ -92,10 +94,10 @@ def write_card(
     engine: Engine,
     head_class: type[DraftHead],
     notes: list[str],
-    k: int,
+    draft: DraftTokens,
     license: str | None = None,
 ) -> None:
-    (folder / FILE).write_text(card_text(metadata, engine, head_class, notes, k, license), encoding="utf-8")
+    (folder / FILE).write_text(card_text(metadata, engine, head_class, notes, draft, license), encoding="utf-8")
 
 
 def _shown(name: str) -> str:

@@ -24,7 +24,7 @@ from ..target.adapter import FOLDER as ADAPTER
 from ..types import TargetShape, TargetWeights
 from .card import write_card
 from .combined import copy_beside, target_tensors
-from .engines import ENGINES, NATIVE, Engine, ExportError, engines_load, form_of, launch_command, resolve
+from .engines import ENGINES, NATIVE, DraftTokens, Engine, ExportError, engines_load, form_of, launch_command, resolve
 from .files import CONFIG, parse_size, publish, write_weights
 from .folder import DTYPE_KEY, fill_target, verify_folder
 
@@ -46,6 +46,7 @@ def export_head(
     target_name: str | None = None,
     target_folder: str | Path | None = None,
     license: str | None = None,
+    draft: DraftTokens | None = None,
 ) -> Path:
     """Export a checkpoint folder for ``engine`` (a row of ``engines.ENGINES``); returns the folder written.
 
@@ -92,7 +93,7 @@ def export_head(
         _prove(temporary, head, row, spec, probe, weights)
         for note in _length_warnings(metadata):
             warnings.warn(note, stacklevel=2)
-        write_card(temporary, metadata, row, type(head), spec.notes, draft_length(metadata), license)
+        write_card(temporary, metadata, row, type(head), spec.notes, draft or usual_draft(metadata), license)
         publish(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -243,19 +244,24 @@ def _drafts(
     return torch.stack(rows)
 
 
-def launch_line(export: str | Path, target: str | None = None) -> str:
-    """The command that starts the engine with an exported folder; target: default what the metadata calls it."""
+def launch_line(export: str | Path, target: str | None = None, draft: DraftTokens | None = None) -> str:
+    """The command that starts the engine with an exported folder. target: default what the metadata calls it; draft:
+    default ``usual_draft``."""
     metadata = Metadata.read(export)
     if metadata.export is None:
         raise ExportError(f"{export} is a checkpoint; export it first")
     row, name = ENGINES[metadata.export.engine], target or metadata.target.name
-    at = Launch(name, str(export), draft_length(metadata), tuple(metadata.features.layers))
+    count = (draft or usual_draft(metadata)).count
+    at = Launch(name, str(export), count, tuple(metadata.features.layers))
     return launch_command(row, head_class(metadata.head.kind), at)
 
 
-def draft_length(metadata: Metadata) -> int:
-    """The usual chain of 3, or the trained depth where that is less: tune it with `headtrain eval --k`."""
-    return min(metadata.head.depth or 3, 3)
+def usual_draft(metadata: Metadata) -> DraftTokens:
+    """The usual chain of 3, or the trained depth where that is less."""
+    return DraftTokens(
+        min(metadata.head.depth or 3, 3),
+        "the default, not measured: `headtrain eval --k 1,2,3,5` before the export finds the best",
+    )
 
 
 def _length_warnings(metadata: Metadata) -> list[str]:

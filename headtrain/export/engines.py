@@ -23,6 +23,14 @@ class ExportError(ValueError):
 
 
 @dataclass(frozen=True)
+class DraftTokens:
+    """How many tokens a launch command drafts in a round, and why so many (words without local paths: for the card)."""
+
+    count: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Engine:
     """name: what a user types, which is also the dialect of a head's forms that it reads. notes: true of every head in
     it; source: where they are from."""
@@ -206,3 +214,9 @@ def shipping(mode: str, head_class: type[DraftHead] | None = None) -> list[Mode]
 def _drafts(mode: Mode, head_class: type[DraftHead]) -> bool:
     form = form_of(ENGINES[mode.engine], head_class) if mode.engine in ENGINES else None
     return form is not None and mode.mode in form.modes
+
+
+def modes_of(engine: str) -> list[str] | None:
+    """The engine of ``MODES`` that serves an export in this form; None where none is listed."""
+    served = "vllm" if engine == "speculators" else engine
+    return [served] if any(m.engine == served for m in MODES) else None
