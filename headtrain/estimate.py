@@ -14,7 +14,7 @@ from .data.manifest import human
 from .data.quantize import bytes_per_token
 from .heads.base import DraftHead
 from .heads.catalog import build_head, head_class, parse_head
-from .losses import CHUNK_LOGITS
+from .losses import chunk_values
 from .shift import pair_mask
 from .target.load import load_shape, load_tokenizer, locate
 from .types import Batch, Row, TargetShape, Wants
@@ -30,7 +30,8 @@ RATES = {"0.2 TFLOP/s (two CPU cores)": 0.2e12, "330 TFLOP/s (a third of an H100
 class Estimate:
     """Sizes in bytes. ``tokens`` and ``rows`` are counted where ``counted``; else estimated from the files' size, or
     (``tokens_known`` false) stand for one million tokens. head_flops: of the whole training; target_flops: of the
-    target's forwards, without its attention scores (None where its parameters are not known)."""
+    target's forwards (and backwards, where it is trained), without its attention scores (None where its parameters are
+    not known)."""
 
     shape: TargetShape
     wants: Wants
@@ -72,7 +73,7 @@ class Estimate:
             + ", ".join(f"{name} {human(size)}" for name, size in self.training_bytes.items()),
             f"arithmetic  {scaled(self.head_flops)}FLOP for the head, "
             + (f"{scaled(self.target_flops)}FLOP" if self.target_flops is not None else "an unknown number")
-            + " for the target's forwards: "
+            + " for the target: "
             + ", ".join(f"{duration(self.flops / rate)} at {name}" for name, rate in RATES.items())
             + ("" if self.tokens_known else f" (for each {UNKNOWN_TOKENS:,} tokens)"),
         ]
@@ -159,10 +160,18 @@ def _batch_flops(recipe: Recipe, head: DraftHead, rows: int, tokens: int, superv
 
 
 def _target_flops(recipe: Recipe, tokens: int, trained: int) -> float | None:
-    """Two for each parameter and token: of the data once where features are stored, of all that is trained on else."""
+    """Two for each parameter and token of a forward: of the data once where features are stored, of all that is trained
+    on else. Trained jointly, as many again for the gradient of the activations (the weights are frozen, the adapter is
+    small), and for the forward without the adapter where the base loss compares with it; in the first stage neither."""
     expected = recipe.target.expect
     active = expected and (expected.active_parameters or expected.parameters)
-    return 2.0 * active * (tokens if recipe.features.mode == "offline" else trained) if active else None
+    if not active:
+        return None
+    forward = 2.0 * active * (tokens if recipe.features.mode == "offline" else trained)
+    joint = recipe.train.joint
+    if joint is None:
+        return forward
+    return forward * (1 + (1 - joint.heads_first) * (1 if joint.base_loss == "ce" else 2))
 
 
 def _target_bytes(recipe: Recipe) -> int | None:
@@ -184,7 +193,7 @@ def _training_bytes(recipe: Recipe, head: DraftHead, shape: TargetShape, share: 
         "parameters": 4 * parameters,
         "gradients and their buffers": 8 * parameters,  # the loss forms lm_head's beside the one it is added to
         "optimizer": 8 * parameters,
-        "activations": width * values + 3 * 4 * CHUNK_LOGITS,
+        "activations": width * values + 4 * chunk_values(head.wants().depth, head.draft_vocab_size),
         "the target's embedding and lm_head": width * matrices + width * head.draft_vocab_size * shape.hidden_size,
     }
 

@@ -73,6 +73,18 @@ def align_pairs(pairs: Tensor, start: Tensor) -> Tensor:
     return out
 
 
+def chunk_rows(depths: int, vocab: int) -> int:
+    """Teacher rows of one chunk, for logits of ``depths`` depths over a draft vocabulary of ``vocab``."""
+    return max(16, CHUNK_LOGITS // (depths * vocab))
+
+
+def chunk_values(depths: int, vocab: int) -> int:
+    """At most so many numbers (float32) live while a chunk is computed, over the losses of ``divergences``: of the size
+    of all depths' logits the logits themselves and three of their loss; of the size of one depth's the target's
+    probabilities, their logarithm, and as they stand in the whole vocabulary."""
+    return chunk_rows(depths, vocab) * vocab * (4 * depths + 3)
+
+
 class _Fused(torch.autograd.Function):
     """forward(hidden [S, N, H], pairs [S, N], depth_weight [S], targets, name of the loss, want_accept, *weights):
     one weight [Vd, H] shared by all depths, or one for each. Returns total, loss sums [S], hits [S, N] bool,
@@ -93,7 +105,7 @@ class _Fused(torch.autograd.Function):
             loss = torch.zeros(depths, dtype=torch.float64, device=hidden.device)
             accept = torch.zeros(depths, dtype=torch.float64, device=hidden.device)
             row_weight = (pairs & targets.trains()).float()
-            chunk = max(16, CHUNK_LOGITS // (depths * weights[0].shape[0]))
+            chunk = chunk_rows(depths, weights[0].shape[0])
             # one matrix product for all depths where they share their lm_head
             groups = [(0, depths)] if len(weights) == 1 else [(s, s + 1) for s in range(depths)]
             for begin in range(0, rows, chunk):

@@ -276,3 +276,31 @@ def test_training_lowers_the_heads_own_loss(kind, loss):
 def test_every_head_passes_its_switch_on(kind):
     totals = [rig(kind, loss)[1]().total.item() for loss in LOSSES]
     assert len({round(t, 3) for t in totals}) == len(LOSSES), totals
+
+
+@pytest.mark.parametrize("depths", [1, 3])
+def test_what_a_chunk_holds_is_what_the_estimate_counts(depths, monkeypatch):
+    """The allocator's peak of a training step, its inputs' gradients apart, over all losses: the bound is not passed,
+    and at most a quarter above the hungriest (it counts whole buffers; a boolean one takes a quarter)."""
+    from torch.profiler import ProfilerActivity, profile
+
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", 1 << 18)
+    vocab, size, rows, peaks = 4096, 8, 128, {}
+    for name in MEANING:
+        hidden, weight = (
+            torch.randn(depths, rows, size, requires_grad=True),
+            torch.randn(vocab, size, requires_grad=True),
+        )
+        teacher, final = Teacher(torch.randn(vocab, size)), torch.randn(rows, size)
+        targets = losses.SoftTargets(final, teacher, *teacher.summary(final))
+        pairs = torch.ones(depths, rows, dtype=torch.bool)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            losses.vocab_loss(hidden, [weight], targets, pairs, torch.ones(depths), loss=name).total.backward()
+        live = peak = 0
+        found = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+        for event in sorted(found, key=lambda e: e.start_ns()):
+            live += event.nbytes()
+            peak = max(peak, live)
+        peaks[name] = peak - 4 * (hidden.numel() + weight.numel())
+    bound = 4 * losses.chunk_values(depths, vocab)
+    assert bound * 0.75 < max(peaks.values()) <= bound * 1.05, (bound, peaks)

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from headtrain.capture import plan_rows
-from headtrain.config import Recipe, load_recipe
+from headtrain.config import JointSection, Recipe, load_recipe
 from headtrain.estimate import duration, estimate, plan_lines, scaled
 from headtrain.heads.catalog import build_head, parse_head
 from headtrain.target.load import load_tokenizer
@@ -204,6 +204,11 @@ def test_the_target_runs_once_over_stored_features_and_every_epoch_without(tiny_
     assert estimate(made).target_flops == 2 * 10 * 5 * 2 * 120
     made.target.expect.active_parameters = None
     assert estimate(made).target_flops == 2 * 1000 * 5 * 2 * 120
+    made.train.joint = JointSection(heads_first=0.25, base_loss="ce")
+    assert estimate(made).target_flops == 2 * 1000 * 5 * 2 * 120 * (1 + 0.75)  # and the activations' gradient
+    made.train.joint.base_loss = "kl"
+    assert estimate(made).target_flops == 2 * 1000 * 5 * 2 * 120 * (1 + 0.75 * 2)  # and the forward to compare with
+    made.train.joint = None
     made.target.expect.hidden_size = 65
     with pytest.raises(TargetError, match="hidden_size: expected 65, found 64"):
         estimate(made)
