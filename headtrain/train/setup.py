@@ -34,8 +34,10 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
     draft vocabulary, build and start the head.
 
     Where features are stored the target's body is given up afterwards: training needs its embedding and lm_head only.
-    Raises RecipeError, DataError, TargetError, StoreError, CheckpointError.
+    watch: over the ranks of ``backend``. Raises RecipeError, DataError, TargetError, StoreError, CheckpointError.
     """
+    if watch.world != backend.world:
+        raise ValueError(f"{backend.world} ranks prepare a run, and the watch is over {watch.world}")
     config = parse_head(recipe.head)
     warm = read_warm_start(recipe, config)
     console.print(f"loading the target {recipe.target.path}", markup=False)

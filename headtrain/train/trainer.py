@@ -108,7 +108,7 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
     root, curve = run / "checkpoints", MetricsFile(run / "metrics.jsonl")
     target = setup.identity.model_dump(include={"weights", "tokenizer", "chat_template", "shape"}, mode="json")
     origin = checkpoint.made_from(recipe, head, setup.data_sha256, backend.precision, target)
-    keeper = keeps(run, watch)
+    keeper = keeps(run, watch) if watch.world == backend.world else backend.main
     if differs := same_everywhere("what the run is made from", digest(origin), watch):
         raise TrainError(f"{differs}: give every node the same recipe, data, target and versions")
     if keeper:
