@@ -80,7 +80,7 @@ class Backend:
 
     def prepare(self, head: DraftHead | Joint) -> None:
         """Wrap what is trained, and nothing else."""
-        self._strategy = self._split(HeadLoss(head.to(self.device)), self.world)
+        self._strategy = self._split(HeadLoss(head.to(self.device), self.accelerator.autocast), self.world)
 
     def optimizer(
         self, head: DraftHead, train: TrainSection, adapter: dict[str, nn.Parameter] | None = None
@@ -98,10 +98,8 @@ class Backend:
         one of an optimizer step only. The generators are seeded, so that a head's noise does not depend on the number
         of ranks or on interruptions."""
         set_seed(seed)
-        exchange = last and self.world > 1
-        with self._strategy.accumulating(exchange):
-            with self.accelerator.autocast():
-                total, sums = self._strategy.wrapped(*micro, teacher, depth, exchange)
+        with self._strategy.accumulating(last):
+            total, sums = self._strategy.wrapped(*micro, teacher, depth, self._strategy.exchanges(last))
             self._strategy.backward(total)
         return sums
 
@@ -113,8 +111,7 @@ class Backend:
         loss = self._strategy.loss
         loss.eval()
         try:
-            with self.accelerator.autocast():
-                return loss.forward(*micro, teacher, depth)[1]  # not called: wrappers' hooks stay out
+            return loss.forward(*micro, teacher, depth)[1]  # not called: wrappers' hooks stay out
         finally:
             loss.train()
 

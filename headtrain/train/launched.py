@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from accelerate.utils import parse_flag_from_env
 
 from ..config import RecipeError
 from .replicated import HeadLoss, Replicated
 from .sharded import Sharded
+from .zero import Zero
 
 FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 
@@ -23,10 +26,33 @@ FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 def strategy() -> Callable[[HeadLoss, int], Replicated]:
     """Makes the strategy that the launcher's config asks for from (loss, world). Raises RecipeError for one that this
     project or this machine does not have."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Replicated  # nothing to split
+    if parse_flag_from_env(DEEPSPEED):
+        return partial(Zero, **_zero())
     if parse_flag_from_env(FSDP):
         _check_fsdp()
         return Sharded
     return Replicated
+
+
+def _zero() -> dict[str, Any]:
+    """Arguments of ``Zero``."""
+    if path := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        raise RecipeError(f"launcher's config: deepspeed_config_file {path} is not read; set zero_stage and offload_*")
+    stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+    devices = {
+        part: os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{part.upper()}_DEVICE", "none")
+        for part in ("optimizer", "param")
+    }
+    if stage not in (1, 2, 3) or not set(devices.values()) <= {"none", "cpu"}:
+        raise RecipeError(
+            f"launcher's config: zero_stage {stage}, offload to {devices}; expected 1, 2 or 3, none or cpu"
+        )
+    offload = tuple(part for part, device in devices.items() if device == "cpu")
+    if "param" in offload and stage != 3:
+        raise RecipeError(f"launcher's config: offload_param_device cpu needs zero_stage 3, found {stage}")
+    return {"stage": stage, "offload": offload}
 
 
 def _check_fsdp() -> None:

@@ -114,6 +114,7 @@ class HeadOptimizer:
         ``train.joint.head_lr_factor`` times that."""
         named, adapter = head.trainable(), adapter or {}
         self.names = {p: n for n, p in [*named.items(), *adapter.items()]}
+        self.shapes = {n: p.shape for p, n in self.names.items()}
         lr = train.lr * (train.joint.head_lr_factor if train.joint else 1.0)
         matrices = {n: p for n, p in named.items() if train.optimizer == "muon" and hidden_matrix(head, p)}
         rest = {n: p for n, p in named.items() if n not in matrices}
@@ -125,18 +126,25 @@ class HeadOptimizer:
         self.parts: dict[str, torch.optim.Optimizer] = {}
         if groups:
             fused = all(p.device.type in ("cpu", "cuda") for g in groups for p in g["params"])
-            self.parts["adamw"] = torch.optim.AdamW(groups, betas=tuple(train.betas), fused=fused)
+            self.parts["adamw"] = self.adamw(groups, tuple(train.betas), fused)
         if matrices:
             self.parts["muon"] = Muon(list(matrices.values()), train.muon_lr, train.weight_decay, muon_dtype)
         for part in self.parts.values():
             for group in part.param_groups:
                 group["base_lr"] = group["lr"]
 
+    def adamw(self, groups: list[dict], betas: tuple[float, float], fused: bool) -> torch.optim.AdamW:
+        return torch.optim.AdamW(groups, betas=betas, fused=fused)
+
     def step(self, factor: float) -> None:
         """One update at ``factor`` times each group's base learning rate."""
         for part in self.parts.values():
             for group in part.param_groups:
                 group["lr"] = group["base_lr"] * factor
+        self.update()
+
+    def update(self) -> None:
+        for part in self.parts.values():
             part.step()
 
     def zero_grad(self) -> None:
@@ -149,10 +157,19 @@ class HeadOptimizer:
         for name, part in self.parts.items():
             for p, slots in part.state.items():
                 for slot, value in slots.items():
-                    value = whole(value)
+                    if slot != "step":
+                        value = self.gather(value, self.names[p])
                     if keep:
                         out[f"{name}/{self.names[p]}/{slot}"] = value
         return out
+
+    def gather(self, value: Tensor, name: str) -> Tensor:
+        """All of what parameter ``name`` has on the ranks."""
+        return whole(value)
+
+    def place(self, value: Tensor, p: Tensor) -> Tensor:
+        """A copy of the whole ``value``, or of this rank's part of it, where ``p`` is."""
+        return split_like(value, p).clone()
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Raises ValueError for a name that no parameter has, a tensor of another shape, or half a state."""
@@ -165,9 +182,10 @@ class HeadOptimizer:
             part, p = self.parts.get(kind), by_name.get(name)
             if part is None or p is None:
                 raise ValueError(f"optimizer state {key!r}: this head has no such parameter under {kind!r}")
-            if slot != "step" and value.shape != p.shape:
-                raise ValueError(f"optimizer state {key!r}: shape {tuple(value.shape)}, expected {tuple(p.shape)}")
-            part.state[p][slot] = (value.to(p.device) if slot == "step" else split_like(value, p)).clone()
+            if slot != "step" and value.shape != self.shapes[name]:
+                expected = tuple(self.shapes[name])
+                raise ValueError(f"optimizer state {key!r}: shape {tuple(value.shape)}, expected {expected}")
+            part.state[p][slot] = value.to(p.device, copy=True) if slot == "step" else self.place(value, p)
         for part in self.parts.values():
             slots = {frozenset(s) for s in part.state.values()}
             if len(slots) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -22,9 +23,10 @@ class HeadLoss(nn.Module):
     """A head's loss as ``forward``, the form that wrappers hook into. head: or what is trained like one
     (``joint.Joint``)."""
 
-    def __init__(self, head: DraftHead | Joint) -> None:
+    def __init__(self, head: DraftHead | Joint, autocast: Callable[[], AbstractContextManager] = nullcontext) -> None:
+        """autocast: entered around the loss; in here, because DeepSpeed turns off what is entered outside."""
         super().__init__()
-        self.head = head
+        self.head, self.autocast = head, autocast
         # Buffers are the target's frozen tensors, the same on every rank: never sent around.
         names = [name for name, _ in self.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, names)
@@ -36,7 +38,7 @@ class HeadLoss(nn.Module):
 
         exchange: ranks add up their gradients in this backward pass, which waits for one of every parameter; a
         shallow stage of the depth schedule gives none to some, so each is made to have one (zero)."""
-        with parametrize.cached():  # a weight that is computed (LoRA) is computed once
+        with self.autocast(), parametrize.cached():  # a weight that is computed (LoRA) is computed once
             sums = self.head.loss(batch, features, teacher, depth)
         if not exchange:
             return sums.total, sums.detached()
@@ -56,9 +58,13 @@ class Replicated:
     def wrap(self) -> nn.Module:
         return DistributedDataParallel(self.loss, gradient_as_bucket_view=True) if self.world > 1 else self.loss
 
-    def accumulating(self, exchange: bool) -> AbstractContextManager:
-        """Around forward and backward of a micro-batch. Not ``exchange``: gradients are only added up locally."""
-        return nullcontext() if exchange or self.world == 1 else self.wrapped.no_sync()
+    def exchanges(self, last: bool) -> bool:
+        """Whether ranks exchange gradients in a micro-batch's backward pass, which is the ``last`` one of its step."""
+        return last and self.world > 1
+
+    def accumulating(self, last: bool) -> AbstractContextManager:
+        """Around forward and backward of a micro-batch; before the ``last`` one gradients are added up locally."""
+        return nullcontext() if last or self.world == 1 else self.wrapped.no_sync()
 
     def backward(self, total: Tensor) -> None:
         total.backward()

@@ -30,9 +30,9 @@ class Sharded(Replicated):
         # the head is used at once from end to end: giving it back between forward and backward would save nothing
         return fully_shard(self.loss, mesh=init_device_mesh(device, (self.world,)), reshard_after_forward=False)
 
-    def accumulating(self, exchange: bool) -> AbstractContextManager:
-        self.wrapped.set_requires_gradient_sync(exchange)
-        self.wrapped.set_reshard_after_backward(exchange)
+    def accumulating(self, last: bool) -> AbstractContextManager:
+        self.wrapped.set_requires_gradient_sync(last)
+        self.wrapped.set_reshard_after_backward(last)
         return nullcontext()
 
     @contextmanager
