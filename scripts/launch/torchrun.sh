@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Data parallel over nodes by plain torchrun. Run the same line on every node, with its own NODE_RANK (0, 1, ...):
+#
+#   scripts/launch/torchrun.sh NODES NODE_RANK PROCESSES HEAD[:PORT] RECIPE [key=value ...]
+#
+# For example 2 nodes of 8 GPUs, of which the first is called node0:
+#
+#   node0$ scripts/launch/torchrun.sh 2 0 8 node0:29500 recipes/qwen3-8b-eagle3.yaml train.accumulation=16
+#   node1$ scripts/launch/torchrun.sh 2 1 8 node0:29500 recipes/qwen3-8b-eagle3.yaml train.accumulation=16
+#
+# train.accumulation is a multiple of NODES x PROCESSES. The output folder may be shared or each node's own: see
+# README.md beside this file. With several network interfaces set NCCL_SOCKET_IFNAME (CPU: GLOO_SOCKET_IFNAME).
+set -euo pipefail
+if [ $# -lt 5 ]; then
+    sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+nodes=$1 node_rank=$2 processes=$3 head=$4
+shift 4
+port=29500
+case $head in *:*) port=${head##*:} ;; esac
+exec torchrun --nnodes "$nodes" --node-rank "$node_rank" --nproc-per-node "$processes" \
+    --master-addr "${head%%:*}" --master-port "$port" --max-restarts 0 -m headtrain.train "$@"
