@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -158,13 +159,15 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
     window = unflatten(torch.tensor(counters.window, dtype=torch.float64)) if counters.window else zeros(full)
     began, before = time.monotonic(), counters.seconds
     stream = setup.train.batches(counters.step * settings.accumulation, total * settings.accumulation)
-    with stop, closing(stream), TrainConsole(total, counters.step, counters.packed, quiet=not backend.main) as console:
+    depths = [depth_at(settings.depth_schedule, step, total, full) for step in range(1, total + 1)]
+    with stop, closing(stream), TrainConsole(depths, counters.step, counters.packed, quiet=not backend.main) as console:
         if found:
             console.say(f"resuming from {found[-1]}: step {counters.step} of {total}")
         while counters.step < total and not stop.agreed:
             step = counters.step + 1
             watch.at(f"step {step}")
-            depth = depth_at(settings.depth_schedule, step, total, full)
+            depth = depths[step - 1]
+            console.begins(step)
             if joint:
                 joint.at(step, total)
 
@@ -176,6 +179,7 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
                     stop.agreed = True
                     break
                 batch, features = next(stream)
+                console.cost_of(partial(head.flops, batch))
                 micro = batch.to(backend.device), features.to(backend.device)
                 seed = micro_seed(settings.seed, (step - 1) * settings.accumulation + j)
                 exchange = j + backend.world >= settings.accumulation
