@@ -47,6 +47,14 @@ def test_a_depth_that_was_timed_is_not_reckoned(clock, capsys):
     assert left_of(capsys.readouterr().err) == "0:00:08"
 
 
+def test_a_window_over_two_depths_times_neither(clock, capsys):
+    with TrainConsole([1] * 4 + [3] * 4 + [1] * 4, 0, 0) as console:
+        console.cost_of({1: 100.0, 3: 300.0}.__getitem__)
+        clock[0] = 20.0
+        console.line(6, 60, NUMBERS)  # 4 x 100 + 2 x 300: 2 s by 100
+    assert left_of(capsys.readouterr().err) == "0:00:20"
+
+
 def test_a_resumed_run_counts_from_where_it_is(clock, capsys):
     with TrainConsole([1] * 10 + [3] * 10, 10, 100) as console:
         console.cost_of({1: 100.0, 3: 300.0}.__getitem__)
