@@ -70,6 +70,10 @@ class TargetSection(Strict):
     )
     attention: Literal["auto", "packed", "eager", "sdpa"] = Field("auto", description="auto: packed where exact")
     trust_remote_code: bool = Field(False, description="run the model's code from its repository")
+    shard: Literal["none", "tp", "fsdp"] = Field(
+        "none", description="online training: split the target over ranks, by tensor parallelism or FSDP2"
+    )
+    group: int | None = Field(None, ge=1, description="ranks that hold one copy of a split target; default: a node's")
     expect: ExpectedShape | None = Field(None, description="the shape that the target must have")
 
 
@@ -233,6 +237,15 @@ class Recipe(Strict):
             raise ValueError(
                 "train.joint: the features change with the target, so that they cannot be stored; set "
                 "features.mode=online"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _split_targets_are_frozen_and_online(self) -> Recipe:
+        if self.target.shard != "none" and (self.features.mode != "online" or self.train.joint is not None):
+            raise ValueError(
+                f"target.shard={self.target.shard} splits a frozen target while features are computed in training: set "
+                "features.mode=online and leave train.joint out, or set target.shard=none"
             )
         return self
 

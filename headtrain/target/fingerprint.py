@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..config import digest
 from ..metadata import TargetIdentity
 from .files import find_tensor_names
-from .parts import find_parts
+from .parts import find_parts, whole
 from .shape import TargetError, shape_from_config
 
 WHOLE = 1 << 16  # elements up to which a tensor is read whole
@@ -73,6 +73,7 @@ def tensor_digest(shape: Iterable[int], rows: Tensor) -> str:
 
 
 def digest_of(tensor: Tensor) -> str:
+    tensor = whole(tensor)
     if tensor.ndim == 0:
         return tensor_digest((), tensor.reshape(1))
     index = torch.tensor(sampled_rows(tensor.shape[0], tensor.numel()), device=tensor.device)

@@ -23,6 +23,7 @@ from .fingerprint import Source, dtype_name, identify_local
 from .gguf_reading import reading_once
 from .model import Target
 from .shape import TargetError, check_expected, shape_from_config
+from .sharded import Sharding, unsplit_class
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +184,9 @@ def _model_class(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _load_model(section: TargetSection, place: Place, config: Any, device: torch.device) -> torch.nn.Module:
+def _load_model(
+    section: TargetSection, place: Place, config: Any, device: torch.device, sharding: Sharding | None = None
+) -> torch.nn.Module:
     from transformers.utils.logging import disable_progress_bar
 
     if not sys.stderr.isatty():  # in a log, a bar is a hundred lines
@@ -196,13 +199,21 @@ def _load_model(section: TargetSection, place: Place, config: Any, device: torch
         more["quantization_config"] = _dequantising_config()
     if device.type != "cpu":
         more["device_map"] = {"": device}  # straight to the device, not through a copy in the host's memory
+    model_class = _model_class(config)
+    if sharding is not None:
+        more.pop("device_map", None)
+        model_class, more["distributed_config"] = sharding.loader(model_class, config)
     try:
-        model, info = _model_class(config).from_pretrained(
+        model, info = model_class.from_pretrained(
             place.base, config=config, dtype=_dtype(section, place, config, device), output_loading_info=True, **more
         )
+    except TargetError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _explain(section, place, "weights", error) from error
     _refuse_incomplete(section, info)
+    if sharding is not None:
+        unsplit_class(model)
     return model
 
 
@@ -235,18 +246,25 @@ def _refuse_incomplete(section: TargetSection, info: dict[str, Any]) -> None:
         )
 
 
-def load_target(section: TargetSection, device: torch.device | str = "cpu") -> Target:
+def load_target(section: TargetSection, device: torch.device | str = "cpu", sharding: Sharding | None = None) -> Target:
     """Load, freeze, resolve and check a target. Raises TargetError; never leaves a tensor at random.
 
-    A GGUF file takes many seconds each time (see ``convert_to_folder``).
+    sharding: split over a group of ranks, which all call it; every later forward of the target, and everything that
+    reads weights of its layers (``identity``, ``weights``), is then for all of them together. A GGUF file takes many
+    seconds each time (see ``convert_to_folder``).
     """
     place, device = locate(section), torch.device(device)
+    if place.gguf and sharding is not None:
+        raise TargetError(
+            f"target {section.path}: a GGUF file is read as a whole and cannot be split over ranks; make a folder of "
+            "it with `headtrain convert`, or use target.shard=none"
+        )
     if place.gguf:
         log.info("reading %s: GGUF files load slowly (parsing and dequantising)", section.path)
     with _reading(section, place):
         config = _config(section, place)
         source = _source(section, place, config)
-        model = _load_model(section, place, config, device)
+        model = _load_model(section, place, config, device, sharding)
         tokenizer = load_tokenizer(section)
     target = Target.of(model, tokenizer, source, section.attention)
     target.folder = _folder(section, place)

@@ -106,6 +106,10 @@ class Target:
             return False
         return self.longest_packed is None or int(batch.cu.diff().max()) <= self.longest_packed
 
+    def forwards(self, batch: Batch) -> int:
+        """Of the body, in ``features`` of this batch."""
+        return 1 if self.packs(batch) else int((batch.cu.diff() > 0).sum())
+
     def features(self, batch: Batch, wants: Wants) -> Features:
         """See ``features.compute_features``."""
         return compute_features(self, batch, wants)

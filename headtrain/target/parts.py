@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..teacher import Teacher
 from ..types import Batch, Row, TargetWeights, Wants
@@ -132,6 +133,11 @@ def find_parts(model: nn.Module) -> Parts:
     return Parts(body, layers, embed, _final_norm(body, hidden), _lm_head(model, hidden), config)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may be split over a group, gathered; every rank of the group calls it. Others as they are."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 @torch.no_grad()
 def effective_norm_weight(norm: nn.Module, hidden: int) -> Tensor:
     """[hidden]: the factor that the norm really applies to each normalised coordinate (``w``, ``1 + w``, or ones).
@@ -140,11 +146,13 @@ def effective_norm_weight(norm: nn.Module, hidden: int) -> Tensor:
     both return sign * weight (+ bias, which cancels in the difference). The result is snapped to the stored weight
     or to one plus it, so that no rounding of the probe remains.
     """
-    reference = next(iter(norm.parameters()), torch.zeros(1))
+    weights = {name: whole(p) for name, p in norm.named_parameters()}
+    reference = next(iter(weights.values()), torch.zeros(1))
     sign = torch.ones(hidden, dtype=reference.dtype, device=reference.device)
     sign[1::2] = -1
-    measured = ((norm(sign[None] * 32) - norm(sign[None] * -32))[0] / 2 * sign).float()
-    stored = getattr(norm, "weight", None)
+    high, low = (functional_call(norm, weights, (sign[None] * x,)) for x in (32, -32))
+    measured = ((high - low)[0] / 2 * sign).float()
+    stored = weights.get("weight")
     if stored is None:
         return measured
     tolerance = 1e-3 if hidden % 2 == 0 else 3.0 / hidden  # an odd size leaves a mean of 1/hidden
@@ -168,6 +176,7 @@ def last_layer_state(parts: Parts) -> dict[str, Tensor]:
         name not in state or not state[name].is_floating_point() for name in needed
     ):
         return {}
+    state = {name: whole(tensor) for name, tensor in state.items()}
     for name in LLAMA_NORMS:
         state[f"{name}.weight"] = effective_norm_weight(getattr(layer, name), parts.config.hidden_size)
     return state

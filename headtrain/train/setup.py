@@ -22,6 +22,7 @@ from ..target.model import Target
 from ..types import Batch, Features, TargetShape, TargetWeights, Wants
 from . import lora
 from .backend import Backend
+from .groups import GroupLoader, sharding_of
 from .joint import Joint, no_features
 from .nodes import keeps
 from .trainer import Setup
@@ -41,7 +42,8 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
     config = parse_head(recipe.head)
     warm = read_warm_start(recipe, config)
     console.print(f"loading the target {recipe.target.path}", markup=False)
-    target = load_target(recipe.target, backend.device)
+    sharding = sharding_of(recipe.target, backend)
+    target = load_target(recipe.target, backend.device, sharding)
     wants = head_wants(recipe, target.shape)
     check_depths(recipe.train.depth_schedule, wants.depth)
     if warm is not None:
@@ -66,6 +68,9 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
         )
         for name, source in sources.items()
     }
+    if sharding is not None:
+        loaders = {name: GroupLoader(loader, target, sharding, rows[name].rows) for name, loader in loaders.items()}
+        console.print(f"the target is split over {sharding.size} ranks ({sharding.kind}); copies: {sharding.copies}")
     weights, train_rows = target.weights(), rows["train"].rows
     head = make_head(recipe, config, target.shape, weights, rows["train"], console, warm)
     if recipe.train.lora is not None:
