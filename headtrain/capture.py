@@ -1,15 +1,18 @@
 """Capture: run the frozen target once over the data and keep its hidden states, so that training never runs it.
 
 python -m headtrain.capture recipes/RECIPE.yaml [key=value ...]
+accelerate launch -m headtrain.capture recipes/RECIPE.yaml [key=value ...]     # on every GPU, and on every node
 """
 
 from __future__ import annotations
 
 import errno
+import math
+import os
 import signal
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,23 +20,27 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from .config import Recipe, RecipeError, load_recipe
+from .config import Recipe, RecipeError, Url, load_recipe
 from .data import DataError
 from .data.chat import render_all, rows_digest
-from .data.manifest import MANIFEST
+from .data.manifest import MANIFEST, Manifest, StoreError, check_disk, human, plan_shards, shard_name
+from .data.meter import Meter
+from .data.order import Windows
+from .data.produce import fill, tokens_of
 from .data.sources import read_conversations
-from .data.store import FeatureStore, Manifest, StoreError, StoreWriter, check_disk, human, plan_shards, shard_file
+from .data.storage import open_storage
+from .data.store import FeatureStore, StoreWriter
+from .data.stream import FeatureStream, produce
+from .data.workers import Workers
 from .heads.catalog import build_head, parse_head
 from .metadata import TargetIdentity
 from .shift import final_positions, pair_mask
 from .target.load import load_target
+from .target.model import Target
 from .target.shape import TargetError
 from .types import Batch, Row, TargetShape, TargetWeights, Wants
-
-QUIET_SECONDS = 15.0  # between two lines of progress where there is no terminal
 
 
 @dataclass
@@ -119,56 +126,61 @@ def plan_manifest(recipe: Recipe, identity: TargetIdentity, wants: Wants, rows: 
     )
 
 
-def plan_store(recipe: Recipe, identity: TargetIdentity, wants: Wants, rows: Sequence[Row], folder: Path) -> Manifest:
+def plan_store(
+    recipe: Recipe, identity: TargetIdentity, wants: Wants, rows: Sequence[Row], folder: Path | Url
+) -> Manifest:
     """The manifest of the store in ``folder``: what the head reads and what the recipe adds for other heads; where a
     store is there that holds more than that, all that it holds."""
-    if (folder / MANIFEST).is_file() and not (stored := Manifest.read(folder)).unmet(wants):
+    if MANIFEST in open_storage(folder).names() and not (stored := Manifest.read(folder)).unmet(wants):
         wants = stored.holds(wants)
     return plan_manifest(recipe, identity, wants, rows)
-
-
-def runs(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:
-    """Consecutive rows of at most ``batch_tokens`` tokens for one forward; a longer row goes alone."""
-    run: list[Row] = []
-    used = 0
-    for row in rows:
-        if run and used + len(row) > batch_tokens:
-            yield run
-            run, used = [], 0
-        run.append(row)
-        used += len(row)
-    if run:
-        yield run
 
 
 def capture(
     recipe: Recipe, *, target: Any = None, rows: dict[str, Rows] | None = None, console: Console | None = None
 ) -> FeatureStore:
     """Fill ``features_dir/train`` (and ``/eval``) and return the training store. Complete shards are kept, so a killed
-    capture goes on, and a finished one costs only the reading and rendering of the data.
+    capture goes on, and a finished one costs only the reading and rendering of the data. Any number of processes may
+    do this at a time; each returns when all is there.
 
     target: a loaded Target, else the recipe's is loaded. rows: as ``plan_rows`` gives, else they are read. Raises
     RecipeError, DataError, TargetError, StoreError (other features in the folder, no room on the disk).
     """
     console = console or Console(stderr=True, soft_wrap=True, highlight=False)
+    target, rows = load(recipe, target, rows, console)
+    wants = head_wants(recipe, target.shape, target.weights())
+    fill_stores(recipe, target, wants, rows, console)
+    return FeatureStore(recipe.features_dir / "train", rows=rows["train"].rows, wants=wants)
+
+
+def load(recipe: Recipe, target: Any, rows: dict[str, Rows] | None, console: Console) -> tuple[Target, dict[str, Rows]]:
+    """The target, on this process's own device, and the rows, as far as they are not given."""
     if target is None:
         console.print(f"loading the target {recipe.target.path}", markup=False)
-        target = load_target(recipe.target, "cuda" if torch.cuda.is_available() else "cpu")
-    wants = head_wants(recipe, target.shape, target.weights())
+        target = load_target(recipe.target, f"cuda:{launched('LOCAL_RANK')}" if torch.cuda.is_available() else "cpu")
     if rows is None:
         rows = plan_rows(recipe, target.tokenizer)
         for name, split in rows.items():
             for line in split.report:
                 console.print(f"{name}: {line}", markup=False)
+    return target, rows
+
+
+def launched(name: str) -> int:
+    """RANK or LOCAL_RANK, as torchrun, accelerate and others set it; 0 for a process that is started alone."""
+    return int(os.environ.get(name, 0))
+
+
+def fill_stores(recipe: Recipe, target: Any, wants: Wants, rows: dict[str, Rows], console: Console) -> None:
+    """Complete the store of each of these splits, together with whoever else is at it."""
     folder = recipe.features_dir
     stored = recipe.features.widen(wants, target.shape.num_layers)
     plans = {
         name: plan_store(recipe, target.identity, stored, split.rows, folder / name) for name, split in rows.items()
     }
-    writers: dict[str, StoreWriter] = {}
-    try:
-        for name, plan in plans.items():
-            writers[name] = StoreWriter(folder / name, plan)
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(join(recipe, folder / name, console)) for name in plans}
+        writers = {name: StoreWriter(workers[name].storage, plan, workers[name]) for name, plan in plans.items()}
         todo = {name: writer.todo() for name, writer in writers.items()}
         needed = announce(console, folder, plans, todo)
         if needed:
@@ -177,35 +189,79 @@ def capture(
             with Meter(console, work) as meter:
                 for name, writer in writers.items():
                     asked = plans[name].holds(wants)
-                    for number in todo[name]:
-                        fill(writer, number, rows[name].rows, target, asked, recipe.features.batch_tokens, meter)
+                    fill(writer, workers[name], rows[name].rows, target, asked, recipe.features.batch_tokens, meter)
             console.print(meter.summary(), markup=False)
-    finally:
-        for writer in writers.values():
-            writer.close()
     for name, plan in plans.items():
-        size = sum(shard_file(folder / name, n).stat().st_size for n in range(len(plan.shards) - 1))
-        console.print(f"{folder / name}: {plan.rows:,} rows, {plan.tokens:,} tokens, {human(size)}", markup=False)
-    return FeatureStore(folder / "train", rows=rows["train"].rows, wants=wants)
+        storage = open_storage(folder / name)
+        size = sum(storage.size(shard_name(n)) for n in range(len(plan.shards) - 1))
+        console.print(f"{storage}: {plan.rows:,} rows, {plan.tokens:,} tokens, {human(size)}", markup=False)
 
 
-def fill(
-    writer: StoreWriter, number: int, rows: Sequence[Row], target: Any, wants: Wants, batch_tokens: int, meter: Meter
-) -> None:
-    """Capture one shard. Forwards never cross a shard, so that a resumed capture runs the very same ones."""
-    first, end = writer.manifest.shards[number : number + 2]
-    shard = writer.shard(number, rows[first:end])
-    for run in runs(rows[first:end], batch_tokens):
-        shard.add(target.features(Batch.pack(run), wants))
-        meter.advance(sum(map(len, run)))
-    shard.close()
+def stream(recipe: Recipe, *, console: Console) -> None:
+    """Capture for a training that reads at the same time: the held-out rows wholly, then what training needs next,
+    until it has finished. Raises as ``capture`` does, and StoreError where training does not come (back)."""
+    target, rows = load(recipe, None, None, console)
+    wants, settings = head_wants(recipe, target.shape, target.weights()), recipe.features
+    fill_stores(recipe, target, wants, {name: split for name, split in rows.items() if name != "train"}, console)
+    place, train = recipe.features_dir / "train", rows["train"]
+    plan = plan_train(recipe, target, wants, train.rows)
+    budget = settings.keep_gb * 1e9 if settings.keep_gb else math.inf
+    with join(recipe, place, console) as workers:
+        writer = StoreWriter(workers.storage, plan, workers)
+        needed = announce(console, recipe.features_dir, {"train": plan}, {"train": writer.todo()})
+        check_disk(place, min(needed, round(budget) if settings.keep_gb else needed))
+        with Meter(console, train.tokens) as meter:
+            produce(
+                writer,
+                workers,
+                train.rows,
+                target,
+                plan.holds(wants),
+                meter,
+                batch_tokens=settings.batch_tokens,
+                windows=windows_of(recipe, plan),
+                seed=recipe.train.seed,
+                budget=budget,
+                wait=settings.wait,
+            )
+        console.print(meter.summary(), markup=False)
 
 
-def tokens_of(plan: Manifest, lengths: Sequence[int], shards: Sequence[int]) -> int:
-    return sum(sum(lengths[plan.shards[n] : plan.shards[n + 1]]) for n in shards)
+def open_stream(
+    recipe: Recipe, target: Any, wants: Wants, rows: Sequence[Row], rank: int, console: Console
+) -> FeatureStream:
+    """The training rows' features as ``stream`` captures them, in other processes."""
+    return FeatureStream(
+        open_storage(recipe.features_dir / "train"),
+        plan_train(recipe, target, wants, rows),
+        rows,
+        console,
+        wants=wants,
+        timeout=recipe.features.timeout,
+        wait=recipe.features.wait,
+        rank=rank,
+    )
 
 
-def announce(console: Console, folder: Path, plans: dict[str, Manifest], todo: dict[str, list[int]]) -> int:
+def plan_train(recipe: Recipe, target: Any, wants: Wants, rows: Sequence[Row]) -> Manifest:
+    stored = recipe.features.widen(wants, target.shape.num_layers)
+    return plan_store(recipe, target.identity, stored, rows, recipe.features_dir / "train")
+
+
+def windows_of(recipe: Recipe, plan: Manifest) -> Windows | None:
+    """In what windows training shuffles the rows of the store; None: all together."""
+    size = recipe.features.window_size
+    return None if size is None else Windows(plan.shards, size)
+
+
+def join(recipe: Recipe, place: Path | Url, console: Console) -> Workers:
+    """This process as a worker on the store in ``place``; the first of a launch looks after the others."""
+    rank = launched("RANK")
+    loud = console if rank == 0 else Console(stderr=True, soft_wrap=True, highlight=False)
+    return Workers(open_storage(place), "capture", loud, recipe.features.timeout, rank, watch=rank == 0)
+
+
+def announce(console: Console, folder: Path | Url, plans: dict[str, Manifest], todo: dict[str, list[int]]) -> int:
     """Say what will be stored and what is left of it; returns the bytes that are still to be written."""
     needed = 0
     for name, plan in plans.items():
@@ -226,51 +282,6 @@ def announce(console: Console, folder: Path, plans: dict[str, Manifest], todo: d
     return needed
 
 
-class Meter:
-    """Progress in tokens: a bar on a terminal, elsewhere a line every quarter of a minute."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        self.console, self.total, self.done = console, total, 0
-        self.began = self.said = time.monotonic()
-        self.bar = Progress(
-            TextColumn("capture"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self.task = self.bar.add_task("capture", total=total, status="")
-
-    def __enter__(self) -> Meter:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-    @property
-    def rate(self) -> float:
-        """Tokens/s so far."""
-        return self.done / max(time.monotonic() - self.began, 1e-9)
-
-    def advance(self, tokens: int) -> None:
-        self.done += tokens
-        status = f"{self.done:,}/{self.total:,} tokens {self.rate:,.0f} tokens/s"
-        self.bar.update(self.task, completed=self.done, status=status)
-        now = time.monotonic()
-        if self.bar.disable and now - self.said > QUIET_SECONDS:
-            self.said = now
-            left = (self.total - self.done) / self.rate
-            self.console.print(f"capture: {status}, about {left:,.0f} s left", markup=False)
-
-    def summary(self) -> str:
-        return f"captured {self.done:,} tokens in {time.monotonic() - self.began:.1f} s, {self.rate:,.0f} tokens/s"
-
-
 def main(
     recipe: Annotated[Path, typer.Argument(help="YAML recipe, for example recipes/quickstart.yaml")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example features.dtype=int8")] = None,
@@ -286,15 +297,18 @@ def main(
     by an interruption, at most), data.limit=N (a trial on the first N conversations). With features.mode=online no
     capture is needed: training runs the target itself.
     """
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=launched("RANK") > 0)
     try:
-        capture(load_recipe(recipe, overrides or []), console=console)
+        of = load_recipe(recipe, overrides or [])
+        (stream if of.features.mode == "stream" else capture)(of, console=console)
     except (RecipeError, DataError, TargetError, StoreError) as error:
+        console.quiet = False
         console.print(f"error: {error}", style="red", markup=False)
         raise typer.Exit(2) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
+        console.quiet = False
         console.print("error: the disk is full; make room and run the same command again", style="red")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -93,8 +93,13 @@ class DataSection(Strict):
 
 
 class FeaturesSection(Strict):
-    mode: Literal["offline", "online"] = Field("offline", description="store features first, or compute while training")
-    dir: str | None = Field(None, description="feature store; default: OUTPUT/features")
+    mode: Literal["offline", "online", "stream"] = Field(
+        "offline",
+        description="store features first, compute them while training, or read them while `headtrain.capture` writes",
+    )
+    dir: str | None = Field(
+        None, description="feature store, a folder or what fsspec reaches (s3://, gs://, ...); default: OUTPUT/features"
+    )
     dtype: Literal["bfloat16", "float32", "int8"] = Field("bfloat16", description="of the stored features")
     shard_tokens: int = Field(65536, ge=1, description="tokens of one file: work lost by an interruption, at most")
     batch_tokens: int = Field(4096, ge=1, description="tokens of one capture forward")
@@ -105,6 +110,31 @@ class FeaturesSection(Strict):
     final: Literal["auto", "all"] = Field(
         "auto", description="final features stored; auto: where the head reads them, all: everywhere, for other heads"
     )
+    window: int | None = Field(
+        None, ge=1, description="shards among which rows are shuffled; null: all of them (stream: 4)"
+    )
+    keep_gb: float | None = Field(
+        None, gt=0, description="stream: 10^9 bytes of training features on the disk, at most; null: all are kept"
+    )
+    cache_gb: float = Field(
+        20, gt=0, description="10^9 bytes of local copies, in OUTPUT/features-cache, of features that lie elsewhere"
+    )
+    timeout: float = Field(
+        45, ge=0.5, description="seconds without a sign of life after which a process at the store counts as dead"
+    )
+    wait: float = Field(300, gt=0, description="stream: seconds that capture and training wait for each other to run")
+
+    @property
+    def window_size(self) -> int | None:
+        return self.window or (4 if self.mode == "stream" else None)
+
+    @model_validator(mode="after")
+    def _a_budget_is_for_a_stream(self) -> FeaturesSection:
+        if self.keep_gb is not None and self.mode != "stream":
+            raise ValueError(f"keep_gb bounds what features.mode=stream keeps; mode is {self.mode}")
+        if self.window is not None and self.mode == "online":
+            raise ValueError("window is of stored features; features.mode=online shuffles all rows together")
+        return self
 
     def widen(self, wants: Wants, num_layers: int) -> Wants:
         """What a store of these settings holds for a head that reads ``wants``. Raises RecipeError."""
@@ -113,6 +143,21 @@ class FeaturesSection(Strict):
         extra = set(self.extra_layers) - set(wants.layers)
         layers = tuple(sorted({*wants.layers, *extra})) if extra else wants.layers
         return replace(wants, layers=layers, final="all" if self.final == "all" else wants.final)
+
+
+@dataclass(frozen=True)
+class Url:
+    """A folder that fsspec reaches, and where copies of its files may lie here. ``/`` and ``str`` as a Path's."""
+
+    address: str
+    cache: Path
+    cache_bytes: float
+
+    def __truediv__(self, name: str) -> Url:
+        return replace(self, address=f"{self.address.rstrip('/')}/{name}")
+
+    def __str__(self) -> str:
+        return self.address
 
 
 class Stage(Strict):
@@ -254,8 +299,22 @@ class Recipe(Strict):
         return Path(self.output or f"runs/{self.name}")
 
     @property
-    def features_dir(self) -> Path:
-        return Path(self.features.dir) if self.features.dir else self.output_dir / "features"
+    def features_dir(self) -> Path | Url:
+        """Raises RecipeError for an address that holds credentials."""
+        place = self.features.dir
+        if place is None:
+            return self.output_dir / "features"
+        scheme, sign, rest = place.partition("://")
+        if not sign:
+            return Path(place)
+        if "@" in rest.partition("/")[0] or "?" in rest:
+            raise RecipeError(
+                f"features.dir: an address at {scheme}:// with credentials or a query in it would be written into the "
+                "run's files; leave them to the provider's environment variables or configuration files"
+            )
+        if scheme in ("file", "local"):
+            return Path(rest)
+        return Url(place, self.output_dir / "features-cache", self.features.cache_gb * 1e9)
 
 
 def check_depths(stages: Sequence[Stage], full: int) -> None:

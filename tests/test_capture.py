@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 
 from headtrain import capture as module
-from headtrain.capture import capture, count_tokens, head_wants, plan_manifest, plan_rows, runs
+from headtrain.capture import capture, count_tokens, head_wants, plan_manifest, plan_rows
 from headtrain.config import Recipe, RecipeError
 from headtrain.data.loader import Loader, OnlineSource
+from headtrain.data.produce import runs
 from headtrain.data.quantize import as_stored
 from headtrain.data.store import FeatureStore, StoreError, shard_file
 from headtrain.target.load import load_target

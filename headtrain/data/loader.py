@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import threading
 import time
@@ -12,50 +11,17 @@ from typing import Protocol
 import torch
 
 from ..types import Batch, Features, Row, Wants
+from .order import Windows, plan_epoch
 from .quantize import Form, as_stored
+from .stream import FeatureStream
 
 # The target's taps are hooks on its modules: two forwards at a time (training's read-ahead and an evaluation) would
 # write into each other's features.
 _ONE_FORWARD = threading.Lock()
-OPEN_BINS = 32  # partly filled micro-batches that wait for a row that fits
-
-
-def plan_epoch(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Rows of each micro-batch of one epoch: every row once, at most ``batch_tokens`` tokens in one micro-batch (a
-    longer row goes alone).
-
-    Rows are shuffled, then each goes to the fullest of the last 32 open micro-batches that it fits in, or to a new one
-    (where a longer row leaves room for no other). The micro-batches are shuffled again, so that the ill-filled ones do
-    not all come last. The result depends on nothing else: not on ranks, not on where a run was interrupted.
-    """
-    generator = torch.Generator().manual_seed(_mix(seed, epoch))
-    done: list[list[int]] = []
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for row in torch.randperm(len(lengths), generator=generator).tolist():
-        n = lengths[row]
-        best = min((i for i, free in enumerate(room) if free >= n), key=room.__getitem__, default=None)
-        if best is None:
-            if len(bins) == OPEN_BINS:
-                fullest = min(range(OPEN_BINS), key=room.__getitem__)
-                done.append(bins.pop(fullest))
-                room.pop(fullest)
-            bins.append([])
-            room.append(batch_tokens)
-            best = -1
-        bins[best].append(row)
-        room[best] -= n
-    done += bins
-    return [done[i] for i in torch.randperm(len(done), generator=generator).tolist()]
-
-
-def _mix(seed: int, epoch: int) -> int:
-    """One generator seed for (seed, epoch); adjacent seeds share no epoch."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:7], "big")
 
 
 class Source(Protocol):
-    """What a loader reads: a ``FeatureStore`` or an ``OnlineSource``."""
+    """What a loader reads: a ``FeatureStore``, a ``FeatureStream`` or an ``OnlineSource``."""
 
     @property
     def lengths(self) -> Sequence[int]: ...
@@ -92,7 +58,8 @@ class Loader:
 
     Global micro-batch g is the g-th of the endless sequence epoch 0, epoch 1, ...; rank r of R takes every g with
     g % R == r. Epochs are packed afresh, so their numbers of micro-batches may differ by a few:
-    ``micro_batches_per_epoch`` is epoch 0's, by which schedules are planned. device, dtype: moved there (``dtype`` for
+    ``micro_batches_per_epoch`` is epoch 0's, by which schedules are planned. windows: rows are shuffled within these
+    only, not all together; a ``FeatureStream`` needs it. device, dtype: moved there (``dtype`` for
     hidden states only) in the background thread. ``waited``: seconds that ``batches`` kept its consumer waiting.
     """
 
@@ -107,6 +74,7 @@ class Loader:
         prefetch: int = 2,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        windows: Windows | None = None,
     ) -> None:
         if not source.lengths:
             raise ValueError("no rows to train on: every row was dropped, or the data is empty")
@@ -115,9 +83,8 @@ class Loader:
         self.source, self.batch_tokens, self.seed = source, batch_tokens, seed
         self.rank, self.ranks, self.prefetch = rank, ranks, prefetch
         self.device, self.dtype = device, dtype
-        self.waited = 0.0
-        self._plan = plan_epoch(source.lengths, batch_tokens, seed, 0)
-        self._epoch = 0
+        self.windows, self.waited = windows, 0.0
+        self._load_epoch(0)
         self._starts = [0, len(self._plan)]  # global number of the first micro-batch of each epoch known so far
 
     @property
@@ -135,12 +102,24 @@ class Loader:
         return epoch, self._plan[number - self._starts[epoch]]
 
     def _load_epoch(self, epoch: int) -> None:
-        self._plan = plan_epoch(self.source.lengths, self.batch_tokens, self.seed, epoch)
+        lengths = self.source.lengths
+        if self.windows is None:
+            self._plan = plan_epoch(lengths, self.batch_tokens, self.seed, epoch)
+        else:
+            self._plan, self._visits = self.windows.plan(lengths, self.batch_tokens, self.seed, epoch)
         self._epoch = epoch
+
+    def visit_of(self, number: int) -> int:
+        """The first visit of a shard that global micro-batch ``number`` and those after it need (with windows)."""
+        epoch, _ = self.rows_of(number)
+        return self._visits[number - self._starts[epoch]]
 
     def at(self, number: int) -> tuple[Batch, Features]:
         """Global micro-batch ``number``, read now, in this thread."""
-        batch, features = self.source.batch(self.rows_of(number)[1])
+        rows = self.rows_of(number)[1]
+        if isinstance(self.source, FeatureStream):
+            self.source.reach(self.visit_of(number))
+        batch, features = self.source.batch(rows)
         if self.device is None and self.dtype is None:
             return batch, features
         device = features.layers.device if self.device is None else self.device
@@ -153,6 +132,9 @@ class Loader:
         first = start + (self.rank - start) % self.ranks
         ready: queue.Queue = queue.Queue(maxsize=self.prefetch)
         closed = threading.Event()
+        stream = self.source if isinstance(self.source, FeatureStream) else None
+        if stream is not None:
+            stream.open(self.visit_of(first))
 
         def put(item: object) -> bool:
             while not closed.is_set():
@@ -176,6 +158,7 @@ class Loader:
 
         thread = threading.Thread(target=work, name="headtrain-loader", daemon=True)
         thread.start()
+        item: object = closed
         try:
             while True:
                 begin = time.perf_counter()
@@ -188,4 +171,6 @@ class Loader:
                 yield item
         finally:
             closed.set()
+            if stream is not None:
+                stream.close(finished=item is None)
             thread.join()

@@ -14,9 +14,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from ..config import Url
 from ..metadata import TargetIdentity
 from ..types import Wants
 from .quantize import ROW_BYTES, Form, bytes_per_token
+from .storage import Storage, open_storage
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -79,13 +81,16 @@ class Manifest(_Part):
         return lines
 
     @classmethod
-    def read(cls, folder: str | Path) -> Manifest:
+    def read(cls, folder: str | Path | Url | Storage) -> Manifest:
         """Raises StoreError."""
-        path = Path(folder) / MANIFEST
-        if not path.is_file():
-            raise StoreError(f"{folder} holds no features ({MANIFEST} is missing); run `headtrain capture` first")
+        storage = folder if isinstance(folder, Storage) else open_storage(folder)
+        path = storage.where(MANIFEST)
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(storage.read(MANIFEST))
+        except FileNotFoundError:
+            raise StoreError(
+                f"{storage} holds no features ({MANIFEST} is missing); run `headtrain capture` first"
+            ) from None
         except ValueError as error:
             raise StoreError(f"{path} is not valid JSON: {error}") from None
         found = data.get("schema_version") if isinstance(data, dict) else None
@@ -132,8 +137,20 @@ class ShardRecord(_Part):
     routes: list[str]
 
 
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+def record_name(number: int) -> str:
+    return f"shard-{number:05d}.json"
+
+
 def shard_file(folder: Path, number: int) -> Path:
-    return folder / f"shard-{number:05d}.safetensors"
+    return folder / shard_name(number)
+
+
+def as_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[int]:
@@ -162,8 +179,11 @@ def human(size: float) -> str:
     return f"{size:,.3g} TB" if size < 1000 else f"{size:,.0f} TB"
 
 
-def check_disk(folder: str | Path, needed: int, detail: str = "") -> int:
-    """Free bytes where ``folder`` lies or will lie; raises StoreError where ``needed`` bytes do not fit."""
+def check_disk(folder: str | Path | Url, needed: int, detail: str = "") -> int:
+    """Free bytes where ``folder`` lies or will lie; raises StoreError where ``needed`` bytes do not fit. Elsewhere than
+    on a disk of this machine nothing is known, and 0 returned."""
+    if isinstance(folder, Url):
+        return 0
     place = Path(folder).absolute()
     while not place.exists():
         place = place.parent

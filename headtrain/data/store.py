@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..config import Url
 from ..shift import final_positions
 from ..types import Batch, Features, Row, Wants
 from .manifest import (
@@ -32,10 +33,13 @@ from .manifest import (
     differences,
     human,
     plan_shards,
+    record_name,
     row_hash,
     shard_file,
+    shard_name,
 )
 from .quantize import bytes_per_token, decode
+from .storage import Storage, open_storage
 from .store_writer import ShardWriter, StoreWriter
 
 __all__ = [
@@ -56,24 +60,27 @@ __all__ = [
 
 
 class FeatureStore:
-    """A finished store, read by memory-mapping: a row costs only its own bytes.
+    """A store, read by memory-mapping: a row costs only its own bytes.
 
     verify: check a shard's sha256 when it is first touched (once in this object's life; it reads the whole shard, so
     with several ranks let one do it, see ``verify_all``). rows: the rows that the data gives now; a stored row whose
     tokens differ is refused by name. wants: what the head reads, in its order, of a store that may hold more (other
-    heads' layers, final features everywhere); None: all there is. Raises StoreError. One reader thread at a time.
+    heads' layers, final features everywhere); None: all there is. growing: shards may be absent until they are read
+    (``rows`` is needed then). Raises StoreError. One reader thread at a time.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path | Url | Storage,
         *,
         verify: bool = True,
         rows: Sequence[Row] | None = None,
         wants: Wants | None = None,
+        growing: bool = False,
     ) -> None:
-        self.folder, self.verify, self.expected, self.wants = Path(folder), verify, rows, wants
-        self.manifest = Manifest.read(folder)
+        self.storage = folder if isinstance(folder, Storage) else open_storage(folder)
+        self.verify, self.expected, self.wants = verify, rows, wants
+        self.manifest = Manifest.read(self.storage)
         if wants is not None and (lines := self.manifest.unmet(wants)):
             raise StoreError(
                 f"{folder} does not hold what the head reads (stored / wanted): {'; '.join(lines)}. Capture into "
@@ -81,43 +88,53 @@ class FeatureStore:
             )
         self._cuts = self.manifest.shards
         self._open: dict[int, dict[str, Any]] = {}
-        self.records = [self._record(number) for number in range(len(self._cuts) - 1)]
-        self.lengths = [n for record in self.records for n in record.lengths]
+        self.records: dict[int, ShardRecord] = {}
         if rows is not None and len(rows) != len(self):
             raise StoreError(f"{folder} holds {len(self)} rows, the data has {len(rows)}; capture into another folder")
+        if growing:
+            self.lengths = [len(row) for row in rows or ()]
+        else:
+            self.records = {number: self._record(number) for number in range(len(self._cuts) - 1)}
+            self.lengths = [n for record in self.records.values() for n in record.lengths]
 
     def __len__(self) -> int:
         return self.manifest.rows
 
     def _record(self, number: int) -> ShardRecord:
-        path = shard_file(self.folder, number)
+        name = record_name(number)
+        path, beside = self.storage.where(shard_name(number)), self.storage.where(name)
         rows = self._cuts[number + 1] - self._cuts[number]
         again = "run the capture again (complete shards are kept)"
         try:
-            record = ShardRecord.model_validate_json(path.with_suffix(".json").read_text(encoding="utf-8"))
-            size = path.stat().st_size
-        except FileNotFoundError as error:
-            name = Path(error.filename).name
+            record = ShardRecord.model_validate_json(self.storage.read(name))
+            name = shard_name(number)
+            size = self.storage.size(name)
+        except FileNotFoundError:
             raise StoreError(
-                f"{self.folder}: {name} is missing (shard {number + 1} of {len(self._cuts) - 1}): the capture did not "
+                f"{self.storage}: {name} is missing (shard {number + 1} of {len(self._cuts) - 1}): the capture did not "
                 f"finish, or the file was deleted; {again}"
             ) from None
         except ValueError as error:
-            raise StoreError(f"{path.with_suffix('.json')} is damaged ({error}); delete it and {again}") from None
+            raise StoreError(f"{beside} is damaged ({error}); delete it and {again}") from None
         if size != record.bytes:
             raise StoreError(f"{path} is truncated: {size} bytes, expected {record.bytes}; {again}")
         if len(record.lengths) != rows:
-            raise StoreError(f"{path.with_suffix('.json')} lists {len(record.lengths)} rows, the manifest {rows}")
+            raise StoreError(f"{beside} lists {len(record.lengths)} rows, the manifest {rows}")
         return record
 
     def _shard(self, number: int) -> dict[str, Any]:
         """The shard's tensors: small ones in memory, wide ones as slices into the mapped file; checked once."""
         if number not in self._open:
-            path, record = shard_file(self.folder, number), self.records[number]
+            if number not in self.records:
+                self.records[number] = self._record(number)
+            path, record = self.storage.local(shard_name(number)), self.records[number]
+            for other in [n for n in self._open if not self.storage.holds(shard_name(n))]:
+                del self._open[other]  # made room for this one
             if self.verify:
                 with open(path, "rb") as file:
                     found = hashlib.file_digest(file, "sha256").hexdigest()
                 if found != record.sha256:
+                    self.storage.discard(shard_name(number))
                     raise StoreError(
                         f"{path} is damaged: sha256 {found[:16]}..., its record says {record.sha256[:16]}...; delete "
                         f"{path.with_suffix('.json').name} and run the capture again (other shards are kept)"
@@ -175,8 +192,20 @@ class FeatureStore:
 
     def verify_all(self) -> None:
         """Open and check every shard now; raises StoreError at the first damaged one."""
-        for number in range(len(self.records)):
+        for number in range(len(self._cuts) - 1):
             self._shard(number)
+
+    def shards_of(self, indices: Sequence[int]) -> list[int]:
+        """Numbers of the shards that hold these rows."""
+        return sorted({self._locate(index)[0] for index in indices})
+
+    def opened(self) -> list[int]:
+        return list(self._open)
+
+    def forget(self, number: int) -> None:
+        """Unmap a shard and forget its record, as it may be deleted and captured again."""
+        self._open.pop(number, None)
+        self.records.pop(number, None)
 
     def _locate(self, row: int) -> tuple[int, int]:
         if not 0 <= row < len(self):

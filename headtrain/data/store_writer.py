@@ -2,68 +2,87 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ..metadata import write_json
+from ..config import Url
 from ..shift import final_positions
 from ..types import Batch, Features, Row
-from .manifest import MANIFEST, Manifest, ShardRecord, StoreError, differences, row_hash, shard_file
+from .manifest import (
+    MANIFEST,
+    Manifest,
+    ShardRecord,
+    StoreError,
+    as_json,
+    differences,
+    record_name,
+    row_hash,
+    shard_name,
+)
 from .quantize import LAYER_DTYPE, encode, final_dtype
+from .storage import Storage, open_storage
+from .workers import Workers
+
+_SCRAP = re.compile(r"(shard|manifest).*\.tmp$")
+_RECORD = re.compile(r"shard-\d+\.json")
 
 
 class StoreWriter:
-    """Writes a store shard by shard; complete shards of an interrupted capture are kept.
+    """Writes a store shard by shard; complete shards of an interrupted capture are kept. Several processes may write
+    one store, each other shards (see ``workers``).
 
-    The manifest is written before the first shard. Raises StoreError where the folder's manifest differs, with every
-    difference (old / new), where shards lie there without a manifest, and where another process is writing.
+    The manifest is written before the first shard. Raises StoreError where the stored manifest differs, with every
+    difference (old / new), and where shards lie there without a manifest.
     """
 
-    def __init__(self, folder: str | Path, manifest: Manifest) -> None:
-        self.folder, self.manifest, self._begun = Path(folder), manifest, False
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.folder / "capture.lock", "w")  # noqa: SIM115 - held until close
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise StoreError(f"another process is capturing into {self.folder}; wait for it or stop it") from None
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, place: str | Path | Url | Storage, manifest: Manifest, workers: Workers | None = None) -> None:
+        self.storage = place if isinstance(place, Storage) else open_storage(place)
+        self.manifest, self.workers, self._begun = manifest, workers, False
+        self._checked: set[int] = set()  # shards whose record was read
+        names = self.storage.names()
+        if MANIFEST not in names:
+            if any(_RECORD.fullmatch(name) for name in names):
+                raise StoreError(f"{place} holds shards without {MANIFEST}: delete them or choose another folder")
+        elif any(_RECORD.fullmatch(name) for name in names) or self._others():
+            self.check_manifest()  # where nothing was captured there is nothing to protect
 
-    def _start(self) -> None:
-        if (self.folder / MANIFEST).is_file():
-            lines = differences(Manifest.read(self.folder), self.manifest)
-            if not lines or not any(self.folder.glob("shard-*.json")):  # nothing captured: nothing to protect
-                return
-            raise StoreError(
-                f"{self.folder} holds features made otherwise (stored / now):\n  "
-                + "\n  ".join(lines)
-                + "\nSet features.dir to another folder, or delete this one"
-            )
-        if any(self.folder.glob("shard-*.json")):
-            raise StoreError(f"{self.folder} holds shards without {MANIFEST}: delete them or choose another folder")
+    def _others(self) -> list[str]:
+        return [w.name for w in self.workers.look() if w.id != self.workers.me.id] if self.workers else []
+
+    def check_manifest(self) -> None:
+        """Raises StoreError where the stored manifest is another one."""
+        if not (lines := differences(Manifest.read(self.storage), self.manifest)):
+            return
+        by = f", and {', '.join(others)} is at it" if (others := self._others()) else ""
+        raise StoreError(
+            f"{self.storage} holds features made otherwise{by} (stored / now):\n  "
+            + "\n  ".join(lines)
+            + "\nSet features.dir to another folder, or delete this one"
+        )
+
+    def complete(self) -> set[int]:
+        """Numbers of the shards that are complete, whoever wrote them."""
+        names = self.storage.names()
+        there = {n for n in range(len(self.manifest.shards) - 1) if record_name(n) in names and shard_name(n) in names}
+        self._checked = {n for n in there if n in self._checked or self._whole(n)}
+        return set(self._checked)
 
     def todo(self) -> list[int]:
         """Numbers of the shards that are not complete."""
-        return [n for n in range(len(self.manifest.shards) - 1) if not self._complete(n)]
+        complete = self.complete()
+        return [n for n in range(len(self.manifest.shards) - 1) if n not in complete]
 
-    def _complete(self, number: int) -> bool:
-        path = shard_file(self.folder, number)
+    def _whole(self, number: int) -> bool:
         try:
-            record = ShardRecord.model_validate_json(path.with_suffix(".json").read_text(encoding="utf-8"))
-            return path.stat().st_size == record.bytes
-        except (OSError, ValueError):
+            record = ShardRecord.model_validate_json(self.storage.read(record_name(number)))
+            return self.storage.size(shard_name(number)) == record.bytes
+        except (FileNotFoundError, ValueError):
             return False
 
     def shard(self, number: int, rows: Sequence[Row]) -> ShardWriter:
@@ -72,15 +91,26 @@ class StoreWriter:
         if len(rows) != end - first:
             raise StoreError(f"shard {number}: {len(rows)} rows, the plan says {end - first}")
         if not self._begun:  # here and not at the start, so that a capture refused for want of disk leaves no trace
-            for leftover in self.folder.glob("*.tmp"):
-                leftover.unlink()
-            if not (self.folder / MANIFEST).is_file() or differences(Manifest.read(self.folder), self.manifest):
-                write_json(self.folder / MANIFEST, self.manifest.model_dump(mode="json"))
-            self._begun = True
-        return ShardWriter(shard_file(self.folder, number), self.manifest, rows)
+            self._begin()
+        return ShardWriter(self.storage, number, self.manifest, rows)
+
+    def _begin(self) -> None:
+        names = self.storage.names()
+        working = {w.id for w in self.workers.look()} if self.workers else set()
+        for name in names:
+            if _SCRAP.match(name) and name.split(".")[-2] not in working:
+                self.storage.delete(name)
+        if MANIFEST not in names or differences(Manifest.read(self.storage), self.manifest):
+            self.storage.write(MANIFEST, as_json(self.manifest.model_dump(mode="json")))
+        self._begun = True
+
+    def remove(self, number: int) -> None:
+        """Delete a shard: its record first, so that it is never taken for complete."""
+        self.storage.delete(record_name(number))
+        self.storage.delete(shard_name(number))
 
     def close(self) -> None:
-        self._lock.close()  # releases the lock
+        """Nothing is held open; kept for ``with``."""
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -92,8 +122,9 @@ class StoreWriter:
 class ShardWriter:
     """One shard in memory, in its stored form; ``add`` features run by run, then ``close``."""
 
-    def __init__(self, path: Path, manifest: Manifest, rows: Sequence[Row]) -> None:
-        self.path, self.manifest, self.rows = path, manifest, rows
+    def __init__(self, storage: Storage, number: int, manifest: Manifest, rows: Sequence[Row]) -> None:
+        self.storage, self.number, self.name = storage, number, shard_name(number)
+        self.manifest, self.rows = manifest, rows
         self.batch = Batch.pack(rows)
         everything = torch.arange(len(self.batch))
         self.final_at = everything if manifest.final == "all" else final_positions(self.batch)
@@ -110,7 +141,7 @@ class ShardWriter:
         belong to those rows or are not finite."""
         a, f = self.done, self.finals_done
         b, g = a + features.layers.shape[0], f + features.final.shape[0]
-        where = f"{self.path.name}, tokens {a} to {b}"
+        where = f"{self.name}, tokens {a} to {b}"
         expected = self.final_at[(self.final_at >= a) & (self.final_at < b)] - a
         if not torch.equal(features.final_at.cpu(), expected) or g - f != len(expected):
             raise StoreError(f"{where}: final features at other positions than the rows' supervised ones")
@@ -136,7 +167,7 @@ class ShardWriter:
         """Write the shard, then its record, each atomically. Raises StoreError where there is no room for it."""
         batch, n = self.batch, len(self.batch)
         if self.done != n:
-            raise StoreError(f"{self.path.name}: features of {self.done} of {n} tokens were given")
+            raise StoreError(f"{self.name}: features of {self.done} of {n} tokens were given")
         rows_of_finals = batch.doc[self.final_at]
         finals = torch.bincount(rows_of_finals, minlength=len(self.rows))
         parts = [(torch.tensor(row.ids), torch.tensor(row.turn)) for row in self.rows]
@@ -154,14 +185,8 @@ class ShardWriter:
             "argmax": self.argmax,
             "lse": self.lse,
         }
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        try:
-            save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, temporary)
-        except SafetensorError as error:  # its own kind, also for a full disk
-            temporary.unlink(missing_ok=True)
-            raise StoreError(f"{self.path} cannot be written ({error}); complete shards are kept") from None
-        # safetensors writes files that only their owner can read: make them as readable as the manifest
-        temporary.chmod((self.path.parent / MANIFEST).stat().st_mode & 0o777)
+        temporary = self.storage.staging(self.name)
+        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, temporary)
         with open(temporary, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
@@ -173,5 +198,6 @@ class ShardWriter:
             sources=[row.source for row in self.rows],
             routes=[row.route for row in self.rows],
         )
-        os.replace(temporary, self.path)
-        write_json(self.path.with_suffix(".json"), record.model_dump(mode="json"))
+        self.storage.delete(record_name(self.number))  # of a damaged shard: never beside other bytes
+        self.storage.publish(temporary, self.name)
+        self.storage.write(record_name(self.number), as_json(record.model_dump(mode="json")))

@@ -73,6 +73,8 @@ def made_from(recipe: Recipe, head: DraftHead, data_sha256: str, precision: str,
     if train["joint"]:
         del train["joint"]["save"]
     features = {"dtype": recipe.features.dtype}
+    if (window := recipe.features.window_size) and recipe.features.mode != "online":  # the order of rows
+        features |= {"window": window, "shard_tokens": recipe.features.shard_tokens}
     parts = {"head": head.config.model_dump(mode="json"), "train": train, "features": features, "target": target}
     return _flat(parts) | {"data_sha256": data_sha256}
 

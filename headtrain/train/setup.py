@@ -10,11 +10,12 @@ from rich.console import Console
 from torch import Tensor
 
 from .. import vocab
-from ..capture import Rows, capture, count_tokens, head_wants, plan_rows
-from ..config import Recipe, RecipeError, check_depths
+from ..capture import Rows, capture, count_tokens, fill_stores, head_wants, open_stream, plan_rows, windows_of
+from ..config import Recipe, RecipeError, Url, check_depths
 from ..data.chat import rows_digest
 from ..data.loader import Loader, OnlineSource
 from ..data.store import FeatureStore
+from ..data.stream import FeatureStream
 from ..heads.base import DraftHead, HeadConfig
 from ..heads.catalog import build_head, head_class, parse_head
 from ..target.load import load_target
@@ -44,7 +45,7 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
     console.print(f"loading the target {recipe.target.path}", markup=False)
     sharding = sharding_of(recipe.target, backend)
     target = load_target(recipe.target, backend.device, sharding)
-    wants = head_wants(recipe, target.shape)
+    wants = head_wants(recipe, target.shape, target.weights())  # refused now, not after hours of capture
     check_depths(recipe.train.depth_schedule, wants.depth)
     if warm is not None:
         check_warm_start(warm, config, target.shape, wants, target.identity, console)
@@ -52,7 +53,8 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
     for name, split in rows.items():
         for line in split.report:
             console.print(f"{name}: {line}", markup=False)
-    sources = _stored(recipe, target, wants, rows, watch, console) if recipe.features.mode == "offline" else None
+    stored = recipe.features.mode != "online"
+    sources = _stored(recipe, target, wants, rows, watch, console) if stored else None
     if recipe.train.joint is not None:
         sources = {name: OnlineSource(split.rows, no_features, wants) for name, split in rows.items()}
     elif sources is None:
@@ -65,6 +67,7 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
             rank=backend.rank,
             ranks=backend.world,
             device=backend.device,
+            windows=windows_of(recipe, source.manifest) if stored and name == "train" else None,
         )
         for name, source in sources.items()
     }
@@ -92,7 +95,7 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
         max_length=max(map(len, train_rows)),
         joint=joint,
     )
-    if recipe.features.mode == "offline":
+    if stored:
         del target, weights
         gc.collect()
         if backend.device.type == "cuda":
@@ -112,18 +115,27 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
 
 def _stored(
     recipe: Recipe, target: Target, wants: Wants, rows: dict[str, Rows], watch: Watch, console: Console
-) -> dict[str, FeatureStore]:
+) -> dict[str, FeatureStore | FeatureStream]:
     """Open the stores. One process of each storage first captures what is missing (nothing, where all is there); the
-    others wait for it, outside of any exchange that could time out."""
-    folder = recipe.features_dir
-    keeper = keeps(folder, watch)
+    others wait for it, outside of any exchange that could time out. In a stream that is the held-out rows; the
+    training rows are captured by others, while training reads."""
+    folder, stream = recipe.features_dir, recipe.features.mode == "stream"
+    remote = isinstance(folder, Url)
+    keeper = watch.rank == 0 if remote else keeps(folder, watch)
     watch.at("capturing")
-    if keeper:
+    if keeper and stream:
+        fill_stores(recipe, target, wants, {name: split for name, split in rows.items() if name != "train"}, console)
+    elif keeper:
         capture(recipe, target=target, rows=rows, console=console)
     watch.share("features")
-    return {
-        name: FeatureStore(folder / name, verify=keeper, rows=split.rows, wants=wants) for name, split in rows.items()
+    stores: dict[str, FeatureStore | FeatureStream] = {
+        name: FeatureStore(folder / name, verify=keeper or remote, rows=split.rows, wants=wants)
+        for name, split in rows.items()
+        if not (stream and name == "train")
     }
+    if stream:
+        stores["train"] = open_stream(recipe, target, wants, rows["train"].rows, watch.rank, console)
+    return stores
 
 
 def _online(recipe: Recipe, target: Target, wants: Wants, rows: dict[str, Rows]) -> dict[str, OnlineSource]:

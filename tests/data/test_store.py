@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from storing import (
     FakeTarget,
@@ -21,6 +22,7 @@ from storing import (
 )
 
 from headtrain.data.quantize import as_stored, decode, encode
+from headtrain.data.storage import open_storage
 from headtrain.data.store import (
     FeatureStore,
     ShardRecord,
@@ -34,6 +36,7 @@ from headtrain.data.store import (
     row_hash,
     shard_file,
 )
+from headtrain.data.workers import Workers
 from headtrain.shift import final_positions
 from headtrain.types import Batch, Features, Row, Wants
 
@@ -235,7 +238,7 @@ def test_shards_hold_whole_rows():
 
 
 def files(folder):
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != "capture.lock"}
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "int8"])
@@ -320,10 +323,20 @@ def test_shards_without_a_manifest_are_refused(folder, rows, target):
         StoreWriter(folder, manifest(rows))
 
 
-def test_two_captures_into_one_folder_are_refused(folder, rows):
-    with StoreWriter(folder, manifest(rows)), pytest.raises(StoreError, match="another process"):
-        StoreWriter(folder, manifest(rows))
-    StoreWriter(folder, manifest(rows)).close()
+def test_two_captures_of_different_features_into_one_folder_are_refused(folder, rows, target):
+    """Also before any shard is complete; and one whose manifest was replaced all the same writes nothing."""
+    of, quiet = manifest(rows), Console(quiet=True)
+    with Workers(open_storage(folder), "capture", quiet, 60) as first:
+        writer = StoreWriter(first.storage, of, first)
+        writer.shard(0, rows[: of.shards[1]])
+        with Workers(open_storage(folder), "capture", quiet, 60) as second:
+            StoreWriter(second.storage, of, second)  # the same features: together
+            with pytest.raises(StoreError, match=r"and capture rank 0 .* is at it (.|\n)*dtype: float32 / int8"):
+                StoreWriter(second.storage, manifest(rows, dtype="int8"), second)
+        (folder / "manifest.json").write_text(manifest(rows, dtype="int8").model_dump_json())
+        with pytest.raises(StoreError, match="dtype: int8 / float32"):
+            writer.check_manifest()
+    assert not list(folder.glob("worker-*"))
 
 
 # ---- the writer refuses features that are not the rows'

@@ -1,0 +1,130 @@
+"""A feature store that is not on a disk here: s3://, gs://, hf://, memory:// and all else that fsspec knows."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path, PurePosixPath
+
+import fsspec
+
+from .manifest import StoreError
+from .storage import Local
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class Remote(Local):
+    """As ``Local``. Credentials are the provider's business (its environment variables and files); they are neither
+    taken from an address nor put into messages.
+
+    An object appears whole or not at all where it is put in one request, as object stores do. A file system that shows
+    half a file is covered, too: a record is written after its shard, and half a record is none.
+
+    cache: folder for local copies of shards that are read, of at most ``cache_bytes`` together; the ones that were not
+    used for longest go. Several processes may share it.
+    """
+
+    def __init__(self, url: str, cache: Path, cache_bytes: float) -> None:
+        super().__init__(cache)
+        self._copies: dict[str, Path] = {}  # of this object's calls of ``local``
+        self.url, self.cache_bytes = url.rstrip("/"), cache_bytes
+        try:
+            # listings are never remembered: other machines write here
+            self.fs, self.root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise StoreError(f"{self.url}: {error}") from None
+
+    def __str__(self) -> str:
+        return self.url
+
+    def where(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def _path(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    def names(self) -> set[str]:
+        try:
+            return {
+                PurePosixPath(entry["name"]).name
+                for entry in self.fs.ls(self.root, detail=True, refresh=True)
+                if entry["type"] == "file"
+            }
+        except FileNotFoundError:
+            return set()
+
+    def read(self, name: str) -> bytes:
+        return self.fs.cat_file(self._path(name))
+
+    def size(self, name: str) -> int:
+        return self.fs.info(self._path(name), refresh=True)["size"]
+
+    def write(self, name: str, data: bytes, sync: bool = True) -> None:
+        self.fs.pipe_file(self._path(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        try:
+            self.fs.pipe_file(self._path(name), data, mode="create")
+        except FileExistsError:
+            return False
+        return self.read(name) == data  # where the store cannot create exclusively, the last one has it
+
+    def delete(self, name: str) -> None:
+        try:
+            self.fs.rm_file(self._path(name))
+        except (FileNotFoundError, KeyError):
+            return
+
+    def staging(self, name: str) -> Path:
+        return super().staging(f"{_key(self.url)}-{name}")
+
+    def publish(self, path: Path, name: str) -> None:
+        try:
+            self.fs.put_file(str(path), self._path(name))
+        finally:
+            path.unlink()
+
+    def local(self, name: str) -> Path:
+        """Download it unless it is in the cache. A cached copy is told from one that was captured again by its name,
+        which holds the record's checksum."""
+        record = self.read(f"{PurePosixPath(name).stem}.json")
+        path = self._copies[name] = self.folder / f"{_key(self.url)}-{_key(record.decode())}-{name}"
+        if path.exists():
+            os.utime(path)
+            return path
+        self._make_room(self.size(name))
+        temporary = path.with_name(f"{path.name}.{self.tag}.tmp")
+        try:
+            self.fs.get_file(self._path(name), str(temporary))
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+
+    def holds(self, name: str) -> bool:
+        return name in self._copies and self._copies[name].exists()
+
+    def discard(self, name: str) -> None:
+        if name in self._copies:
+            self._copies.pop(name).unlink(missing_ok=True)
+
+    def _make_room(self, size: int) -> None:
+        """A file that some process has mapped stays readable for it; its room is free when it is unmapped."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if size > self.cache_bytes:
+            raise StoreError(
+                f"{self.url}: a shard of {size:,} bytes does not fit into features.cache_gb ({self.cache_bytes:,.0f} "
+                "bytes)"
+            )
+        for path in self.folder.glob("*.tmp"):  # of processes that were killed
+            if time.time() - path.stat().st_mtime > 24 * 3600:
+                path.unlink(missing_ok=True)
+        kept = sorted(self.folder.glob("*.safetensors"), key=lambda p: p.stat().st_mtime)
+        used = sum(path.stat().st_size for path in kept)
+        while kept and used + size > self.cache_bytes:
+            used -= kept[0].stat().st_size
+            kept.pop(0).unlink(missing_ok=True)

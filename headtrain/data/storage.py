@@ -1,0 +1,111 @@
+"""Where a feature store lies: a folder's files by name, read and written so that each is whole or absent."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+from ..config import Url
+
+
+class Local:
+    """A folder on a disk, or on a file system that several nodes share. ``tag``: names this object's temporary files,
+    so that two writers never meet in one."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder, self.tag = Path(folder), uuid.uuid4().hex[:12]
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def where(self, name: str) -> str:
+        """The file's full name, for people."""
+        return str(self.folder / name)
+
+    def names(self) -> set[str]:
+        """Of all files; empty where there is no folder."""
+        try:
+            return {entry.name for entry in os.scandir(self.folder) if entry.is_file()}
+        except FileNotFoundError:
+            return set()
+
+    def read(self, name: str) -> bytes:
+        """Raises FileNotFoundError."""
+        return (self.folder / name).read_bytes()
+
+    def size(self, name: str) -> int:
+        """Bytes. Raises FileNotFoundError."""
+        return (self.folder / name).stat().st_size
+
+    def local(self, name: str) -> Path:
+        """A file on this machine that holds it, to be memory-mapped."""
+        return self.folder / name
+
+    def holds(self, name: str) -> bool:
+        """Whether ``local``'s file is still there; a copy makes room for others."""
+        return True
+
+    def discard(self, name: str) -> None:
+        """``local``'s file is damaged: a copy is made anew the next time."""
+
+    def write(self, name: str, data: bytes, sync: bool = True) -> None:
+        """Atomically, in place of what is there. sync: safe against a power cut, too."""
+        temporary = self.staging(name)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, self.folder / name)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Atomically, unless the file is there: one of several processes gets True."""
+        temporary = self.staging(name)
+        temporary.write_bytes(data)
+        try:
+            os.link(temporary, self.folder / name)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without links: its name is exclusive, its content follows
+            return self._create(name, data)
+        finally:
+            temporary.unlink()
+        return True
+
+    def _create(self, name: str, data: bytes) -> bool:
+        try:
+            with open(self.folder / name, "xb") as file:
+                file.write(data)
+        except FileExistsError:
+            return False
+        return True
+
+    def delete(self, name: str) -> None:
+        """Nothing happens where it is not there."""
+        (self.folder / name).unlink(missing_ok=True)
+
+    def staging(self, name: str) -> Path:
+        """A local path to write a large file at before it is published as ``name``."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder / f"{name}.{self.tag}.tmp"
+
+    def publish(self, path: Path, name: str) -> None:
+        """Move a finished local file, atomically, to ``name``."""
+        usual = self.staging(f"{name}.mode")  # safetensors writes files that only their owner can read
+        usual.touch()
+        path.chmod(usual.stat().st_mode & 0o777)
+        usual.unlink()
+        os.replace(path, self.folder / name)
+
+
+Storage = Local  # or one that behaves so
+
+
+def open_storage(place: str | Path | Url) -> Storage:
+    """The storage of a local folder, or of an address. Raises StoreError."""
+    if isinstance(place, Url):
+        from .remote import Remote  # a local store needs no fsspec
+
+        return Remote(place.address, place.cache, place.cache_bytes)
+    return Local(place)

@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import io
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+from storing import FakeTarget, assert_same_batch, assert_same_features, manifest, wants_of, write
+
+from headtrain.data.loader import Loader
+from headtrain.data.manifest import StoreError
+from headtrain.data.meter import Meter
+from headtrain.data.order import Windows
+from headtrain.data.storage import Local
+from headtrain.data.store import FeatureStore, StoreWriter
+from headtrain.data.stream import FeatureStream, check_budget, produce, shard_sizes
+from headtrain.data.workers import Workers
+
+fork = multiprocessing.get_context("fork")
+ROWS = tiny.rows((24, 9, 33, 12, 40, 7, 21, 30, 25, 14, 28, 35, 11, 22))
+PLAN = manifest(ROWS, 40)
+SIZES = shard_sizes(PLAN, ROWS)
+WINDOWS = Windows(PLAN.shards, 2)
+BUDGET = sum(sorted(SIZES)[-4:])
+SEED = 3
+
+
+@pytest.fixture(scope="module")
+def target():
+    return FakeTarget()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, target):
+    """All rows stored, as offline training reads them."""
+    folder = tmp_path_factory.mktemp("whole")
+    write(folder, ROWS, target, PLAN)
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path):
+    return tmp_path / "store"
+
+
+def console():
+    return Console(file=io.StringIO(), width=300)
+
+
+def stream(place, out=None, timeout=60.0, wait=30.0, rank=0):
+    return FeatureStream(
+        Local(place), PLAN, ROWS, out or console(), wants=wants_of(PLAN), timeout=timeout, wait=wait, rank=rank
+    )
+
+
+def loader(source, **more):
+    return Loader(source, 80, SEED, windows=WINDOWS, **more)
+
+
+def run_capture(place, target, out=None, budget=BUDGET, wait=30.0, timeout=60.0):
+    with Workers(Local(place), "capture", out or console(), timeout) as me:
+        writer = StoreWriter(me.storage, PLAN, me)
+        produce(
+            writer,
+            me,
+            ROWS,
+            target,
+            wants_of(PLAN),
+            Meter(console(), PLAN.tokens),
+            batch_tokens=1,  # rows alone, as ``write`` captures them
+            windows=WINDOWS,
+            seed=SEED,
+            budget=budget,
+            wait=wait,
+        )
+
+
+def capturing(place, target, **more):
+    """Capture in a process of its own."""
+    process = fork.Process(target=run_capture, args=(place, target), kwargs=more, daemon=True)
+    process.start()
+    return process
+
+
+def held(place) -> int:
+    return sum(entry.stat().st_size for entry in os.scandir(place) if entry.name.startswith("shard-"))
+
+
+def until(what, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+# ---- order
+
+
+def test_windows_hold_every_row_once_and_follow_from_seed_and_epoch():
+    lengths = [len(row) for row in ROWS]
+    for epoch in (0, 1):
+        plan, visits = WINDOWS.plan(lengths, 80, SEED, epoch)
+        assert sorted(row for one in plan for row in one) == list(range(len(ROWS)))
+        assert all(sum(lengths[row] for row in one) <= 80 for one in plan)
+        order = WINDOWS.order(SEED, epoch)
+        for one, visit in zip(plan, visits, strict=True):
+            assert visit // WINDOWS.shards == epoch
+            at = visit % WINDOWS.shards
+            rows = {row for n in order[at : at + 2] for row in range(PLAN.shards[n], PLAN.shards[n + 1])}
+            assert set(one) <= rows
+        assert (plan, visits) == WINDOWS.plan(lengths, 80, SEED, epoch) and visits == sorted(visits)
+    assert WINDOWS.order(SEED, 0) != WINDOWS.order(SEED, 1) and WINDOWS.order(SEED, 0) != WINDOWS.order(4, 0)
+    assert sorted(WINDOWS.order(SEED, 5)) == list(range(WINDOWS.shards))
+
+
+def test_wanted_are_the_next_shards_that_fit():
+    n = WINDOWS.shards
+    endless = [shard for epoch in range(4) for shard in WINDOWS.order(SEED, epoch)]
+    for visit in (0, 2, n - 1, n + 3):
+        slow, used = [], 0
+        for shard in endless[visit:]:
+            if shard in slow:
+                continue
+            if used + SIZES[shard] > BUDGET:
+                break
+            slow, used = [*slow, shard], used + SIZES[shard]
+        assert WINDOWS.wanted(visit, SEED, SIZES, BUDGET) == slow and len(slow) >= 4
+        assert sorted(WINDOWS.wanted(visit, SEED, SIZES, math.inf)) == list(range(n))
+
+
+def test_sizes_are_those_on_the_disk_rounded_up(whole):
+    for number, size in enumerate(SIZES):
+        real = sum(path.stat().st_size for path in whole.glob(f"shard-{number:05d}.*"))
+        assert 0 <= size - real < 6000
+
+
+def test_a_budget_that_holds_no_window_is_refused():
+    check_budget(SIZES, 2, sum(sorted(SIZES)[-2:]))
+    with pytest.raises(StoreError, match=r"keep_gb: .* do not hold the 2 shards"):
+        check_budget(SIZES, 2, sum(sorted(SIZES)[-2:]) - 1)
+
+
+# ---- training while capture writes
+
+
+def test_a_stream_gives_what_a_whole_store_gives_within_its_disk(place, whole, target):
+    """Three epochs, bit for bit; bytes on the disk measured at every micro-batch and in between; capture then ends."""
+    process, most = capturing(place, target), 0
+    reading, stored = loader(stream(place)), loader(FeatureStore(whole))
+    count = 3 * stored.micro_batches_per_epoch
+    pairs = zip(reading.batches(0, count), stored.batches(0, count), strict=True)
+    for (batch, features), (other, others) in pairs:
+        assert_same_batch(batch, other), assert_same_features(features, others)
+        most = max(most, held(place))
+    assert 0.5 * BUDGET < most <= BUDGET < 0.6 * held(whole)
+    process.join(30)
+    assert process.exitcode == 0 and held(place) <= BUDGET
+    assert not list(place.glob("claim-*")) and not list(place.glob("*.tmp"))
+
+
+def test_capture_pauses_where_the_disk_is_used_up_and_gives_up_without_training(place, target):
+    out = console()
+    with pytest.raises(StoreError, match="no training has been reading for 1 s; start it"):
+        run_capture(place, target, out, wait=1.0)
+    wanted = WINDOWS.wanted(0, SEED, SIZES, BUDGET)
+    assert {path.name for path in place.glob("shard-*.json")} == {f"shard-{n:05d}.json" for n in wanted}
+    assert held(place) <= BUDGET and "captured ahead as far as" in out.file.getvalue()
+
+
+def test_several_captures_keep_within_one_disk(place, whole, target):
+    processes = [capturing(place, target) for _ in range(2)]
+    reading, stored, most = loader(stream(place)), FeatureStore(whole), 0
+    count = 2 * reading.micro_batches_per_epoch
+    for number, (_, features) in enumerate(reading.batches(0, count)):
+        assert_same_features(features, stored.batch(reading.rows_of(number)[1])[1])
+        most = max(most, held(place))
+    assert most <= BUDGET
+    for process in processes:
+        process.join(30)
+    assert [p.exitcode for p in processes] == [0, 0]
+
+
+def test_a_budget_for_all_keeps_all_and_ends_without_training(place, whole, target):
+    run_capture(place, target, budget=math.inf)
+    assert {p.name: p.read_bytes() for p in place.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
+    assert len(list(loader(stream(place)).batches(0, 9))) == 9
+
+
+def test_a_run_that_goes_back_gets_again_what_was_deleted(place, whole, target):
+    """Stopped after an epoch, resumed in the middle of it; capture never stops meanwhile."""
+    process = capturing(place, target)
+    first = loader(stream(place))
+    size = first.micro_batches_per_epoch
+    assert len(list(zip(range(size), first.batches(0), strict=False))) == size
+    assert process.exitcode is None
+    again, stored = loader(stream(place)), FeatureStore(whole)
+    for number, (_, features) in enumerate(again.batches(2, size), start=2):
+        assert_same_features(features, stored.batch(again.rows_of(number)[1])[1])
+    process.join(30)
+    assert process.exitcode == 0
+
+
+def test_ranks_are_waited_for_by_the_slowest(place, whole, target):
+    """Rank 1 stays at its first micro-batch: its shards stay, however far rank 0 reads ahead."""
+    process = capturing(place, target, budget=BUDGET)
+    slow = stream(place, rank=1)
+    slow.open(0)
+    rank0, stored = loader(stream(place, wait=2.0), rank=0, ranks=2), FeatureStore(whole)
+    reading, read = rank0.batches(0), 0
+    limit = WINDOWS.wanted(0, SEED, SIZES, BUDGET)
+    while {row for row in rank0.rows_of(2 * read)[1]} <= {
+        row for n in limit for row in range(PLAN.shards[n], PLAN.shards[n + 1])
+    }:
+        next(reading)
+        read += 1
+    time.sleep(0.6)
+    assert {int(p.stem[6:]) for p in place.glob("shard-*.json")} == set(limit)
+    slow.close(finished=True)
+    _, features = next(reading)
+    assert_same_features(features, stored.batch(rank0.rows_of(2 * read)[1])[1])
+    reading.close()
+    process.kill()
+    process.join()
+
+
+# ---- death
+
+
+def test_a_capture_that_dies_is_named_and_training_ends_if_none_comes(place, target):
+    process, out = capturing(place, target), console()
+    reading = loader(stream(place, out, wait=1.0)).batches(0)
+    next(reading)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    until(lambda: not list(place.glob("worker-*")) or "died" in out.file.getvalue(), 20)
+    name = rf"capture rank 0 \(.*, process {process.pid}\) died: it was killed"
+    with pytest.raises(StoreError, match=rf"no capture has been running for 1 s \({name}(.|\n)*headtrain.capture"):
+        for _ in range(1000):
+            next(reading)
+    assert f"process {process.pid}) died: it was killed" in out.file.getvalue()
+
+
+def test_another_capture_takes_over(place, whole, target):
+    process = capturing(place, target)
+    reading = loader(stream(place))
+    batches, stored = reading.batches(0, 12), FeatureStore(whole)
+    next(batches)
+    process.kill()
+    process.join()
+    other = capturing(place, target)
+    for number, (_, features) in enumerate(batches, start=1):
+        assert_same_features(features, stored.batch(reading.rows_of(number)[1])[1])
+    other.join(30)
+    assert other.exitcode == 0
+
+
+def test_a_training_that_dies_is_named_by_capture(place, target):
+    def read():
+        for _ in loader(stream(place)).batches(0):
+            time.sleep(0.05)
+
+    training, out = fork.Process(target=read, daemon=True), console()
+    training.start()
+    until(lambda: list(place.glob("worker-*.json")))
+    killer = fork.Process(target=lambda: (time.sleep(1.5), os.kill(training.pid, signal.SIGKILL)), daemon=True)
+    killer.start()
+    with pytest.raises(
+        StoreError, match=rf"no training .* for 2 s \(training rank 0 \(.*{training.pid}\) died: it was"
+    ):
+        run_capture(place, target, out, wait=2.0)
+    assert held(place) <= BUDGET
+    for process in (training, killer):
+        process.join()
+
+
+def test_closing_does_not_wait_for_a_shard_that_is_not_there(place):
+    reading = loader(stream(place, wait=60))
+    batches = reading.batches(0)
+    asked = threading.Thread(target=lambda: pytest.raises(StoreError, next, batches), daemon=True)
+    asked.start()
+    until(lambda: [p for p in place.glob("worker-*.json") if b"waiting for the store" in p.read_bytes()])
+    began = time.monotonic()
+    reading.source.close(finished=False)  # what closing the iterator does
+    asked.join(20)
+    assert not asked.is_alive() and time.monotonic() - began < 20 and not list(place.glob("worker-*"))
+
+
+def test_a_store_of_other_features_is_refused(place, target):
+    write(place, ROWS, target, manifest(ROWS, 40, dtype="int8"))
+    with pytest.raises(StoreError, match="made otherwise.*dtype: int8 / float32"):
+        next(loader(stream(place)).batches(0))
+
+
+def test_a_damaged_shard_is_refused(place, target):
+    run_capture(place, target, budget=math.inf)
+    number = WINDOWS.order(SEED, 0)[0]
+    path = place / f"shard-{number:05d}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match=rf"shard-{number:05d}.safetensors is damaged"):
+        list(loader(stream(place)).batches(0, 6))
+
+
+def test_order_follows_from_numbers_alone(whole):
+    """Any start, any number of ranks: the same micro-batches."""
+    one = loader(FeatureStore(whole))
+    expected = [batch.ids for batch, _ in one.batches(0, 20)]
+    for ranks in (2, 3):
+        for rank in range(ranks):
+            mine = loader(FeatureStore(whole), rank=rank, ranks=ranks)
+            numbers = [g for g in range(5, 20) if g % ranks == rank]
+            for number, (batch, _) in zip(numbers, mine.batches(5, 20), strict=True):
+                assert torch.equal(batch.ids, expected[number])
