@@ -295,7 +295,10 @@ def main(
     Useful overrides: features.dir=FOLDER (default OUTPUT/features), features.dtype=int8 (about half of bfloat16),
     features.batch_tokens=N (tokens of one forward: lower it when memory runs out), features.shard_tokens=N (work lost
     by an interruption, at most), data.limit=N (a trial on the first N conversations). With features.mode=online no
-    capture is needed: training runs the target itself.
+    capture is needed: training runs the target itself. With features.mode=stream this stays ahead of a training that
+    is started beside it, on at most features.keep_gb of disk, and ends with it.
+
+    Several processes, on any number of nodes, share the work: accelerate launch -m headtrain.capture RECIPE.
     """
     console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=launched("RANK") > 0)
     try:

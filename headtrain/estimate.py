@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,11 +122,11 @@ def estimate(recipe: Recipe) -> Estimate:
     per_step = train.batch_tokens * train.accumulation
     steps = train.steps or max(1, round(train.epochs * tokens / per_step))
     features = 0
-    if recipe.features.mode == "offline":
+    if recipe.features.mode != "online":
         share = supervised / max(tokens, 1)
         stored = recipe.features.widen(wants, shape.num_layers)
         per_token = bytes_per_token(shape.hidden_size, len(stored.layers), recipe.features.dtype, stored.final, share)
-        features = round(tokens * per_token)
+        features = round(min(tokens * per_token, (recipe.features.keep_gb or math.inf) * 1e9))
     return Estimate(
         shape=shape,
         wants=wants,

@@ -5,24 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import closing
 from pathlib import Path
 
+import pytest
 import ranks
+import torch
 import yaml
 from rich.console import Console
 
 from headtrain import capture as command
-from headtrain.capture import capture, head_wants, open_stream, plan_rows, windows_of
+from headtrain.capture import capture
 from headtrain.config import Recipe
-from headtrain.data.loader import Loader
 from headtrain.data.store import FeatureStore
+from headtrain.heads.io import read_tensors
 from headtrain.target.load import load_target
+from headtrain.train.backend import Backend
+from headtrain.train.checkpoint import CheckpointError
+from headtrain.train.setup import prepare_run
+from headtrain.train.trainer import train
 
 QUIET = Console(quiet=True)
 
 
-def write_recipe(tmp_path: Path, target: Path, name: str, **features) -> Recipe:
+def write_recipe(tmp_path: Path, target: Path, name: str, train_as: dict | None = None, **features) -> Recipe:
     lines = [
         f'{{"messages": [{{"role": "user", "content": "Say {i}"}}, {{"role": "assistant", "content": "{i} " }}]}}'
         for i in range(24)
@@ -36,7 +41,9 @@ def write_recipe(tmp_path: Path, target: Path, name: str, **features) -> Recipe:
             target={"path": str(target)},
             data={"train": [str(tmp_path / "train.jsonl")], "eval": [str(tmp_path / "eval.jsonl")]},
             features=settings | features,
-            head={"kind": "eagle3"},
+            head={"kind": "eagle3", "depth": 2, "draft_vocab_size": 64},
+            train=train_as or {},
+            output=str(tmp_path / f"run-{name}"),
         )
     )
     (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True)))
@@ -55,7 +62,7 @@ def run_rank(rank: int, path: str, dies: int | None = None) -> None:
             calls.append(1)
             if rank == dies and len(calls) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(0.1)
+            time.sleep(0.1 if dies is not None else 0)  # so that all get some
             return features(*args)
 
         target.features = slow
@@ -82,21 +89,30 @@ def test_ranks_share_the_work_and_a_killed_ones_is_taken_over(tmp_path, tiny_fol
     assert "tokens/s" in said[0] and "by this process)" in said[0] and "tokens/s" not in said[2]
 
 
-def test_training_streams_from_the_command(tmp_path, tiny_folder):
-    """The command of a stream ends when training has finished; what was read is what a whole store gives."""
-    alone = write_recipe(tmp_path, tiny_folder, "alone", window=2)
-    target = load_target(alone.target, "cpu")
-    stored = capture(alone, target=target, console=QUIET)
-    recipe = write_recipe(tmp_path, tiny_folder, "stream", mode="stream", window=2, keep_gb=0.001, wait=60.0)
+def test_training_streams_from_the_command_to_the_same_head(tmp_path, tiny_folder):
+    """Two captures started by the command, which ends when training has; more than an epoch, half of the features
+    on the disk. The head is, bit for bit, that of a store that was captured before."""
+    train_as = dict(steps=6, accumulation=2, batch_tokens=100, save_every=6, eval_every=6, precision="fp32")
+    more = dict(window=2, batch_tokens=1)
+    alone = write_recipe(tmp_path, tiny_folder, "alone", train_as, **more)
+    backend = Backend("fp32")
+    whole = train(alone, prepare_run(alone, backend, QUIET), backend)
+    size = sum(path.stat().st_size for path in (tmp_path / "alone" / "train").iterdir())
+    recipe = write_recipe(
+        tmp_path, tiny_folder, "stream", train_as, **more, mode="stream", keep_gb=size / 2e9, wait=60.0, timeout=20.0
+    )
     started = ranks.start_ranks(run_rank, 2, tmp_path, str(tmp_path / "stream.yaml"))
-    rows, wants = plan_rows(recipe, target.tokenizer)["train"].rows, head_wants(recipe, target.shape)
-    source = open_stream(recipe, target, wants, rows, 0, QUIET)
-    windows = windows_of(recipe, source.manifest)
-    assert windows == windows_of(alone, stored.manifest) and windows.size == 2
-    streamed, whole = Loader(source, 200, 1, windows=windows), Loader(stored, 200, 1, windows=windows)
-    count = 2 * whole.micro_batches_per_epoch
-    with closing(streamed.batches(0, count)) as ones, closing(whole.batches(0, count)) as others:
-        for (batch, features), (other, its) in zip(ones, others, strict=True):
-            assert batch.ids.equal(other.ids) and features.layers.equal(its.layers) and features.final.equal(its.final)
-    assert ranks.finish(started, 120) == [0, 0]
+    setup = prepare_run(recipe, backend, QUIET)
+    assert setup.train.windows.size == 2 and setup.held_out.windows is None
+    streamed = train(recipe, setup, backend)
+    assert ranks.finish(started, 120) == [0, 0], (tmp_path / "rank-0.log").read_text()
+    ones, others = (read_tensors(result.last / "head.safetensors") for result in (streamed, whole))
+    assert all(torch.equal(ones[name], others[name]) for name in others) and ones.keys() == others.keys()
+    assert streamed.evaluation["loss"] == whole.evaluation["loss"]
+    left = sum(path.stat().st_size for path in (tmp_path / "stream" / "train").glob("shard-*"))
+    assert 0 < left <= size / 2
     assert len(FeatureStore(tmp_path / "stream" / "eval")) == 4
+    other = recipe.model_copy(deep=True)
+    other.features.window = 3
+    with pytest.raises(CheckpointError, match="features.window"):
+        train(other, setup, backend)

@@ -158,7 +158,7 @@ class Loader:
 
         thread = threading.Thread(target=work, name="headtrain-loader", daemon=True)
         thread.start()
-        item: object = closed
+        left = -1 if stop is None else len(range(first, stop, self.ranks))
         try:
             while True:
                 begin = time.perf_counter()
@@ -168,9 +168,10 @@ class Loader:
                     return
                 if isinstance(item, BaseException):
                     raise item
+                left -= 1
                 yield item
         finally:
             closed.set()
             if stream is not None:
-                stream.close(finished=item is None)
+                stream.close(finished=left == 0)
             thread.join()

@@ -50,8 +50,9 @@ class Meter:
         """``tokens`` more of this process; ``others``: what other processes have done by now."""
         self.mine += tokens
         self.others = self.others if others is None else others
+        self.total = max(self.total, self.done)  # in a stream, more than one epoch's
         status = f"{self.done:,}/{self.total:,} tokens {self.rate:,.0f} tokens/s"
-        self.bar.update(self.task, completed=self.done, status=status)
+        self.bar.update(self.task, completed=self.done, total=self.total, status=status)
         now = time.monotonic()
         if self.bar.disable and now - self.said > QUIET_SECONDS:
             self.said = now
