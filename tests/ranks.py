@@ -78,6 +78,7 @@ def _run(target: Callable, args: tuple, log: str, env: dict[str, str], cwd: str 
     import torch
 
     torch.set_num_threads(1)
+    torch.set_num_threads = lambda _: None  # a run takes all cores; threads that wait for each other starve in tests
     try:
         target(*args)
     except typer.Exit as end:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import yaml
 
 from headtrain.data.manifest import StoreError
 from headtrain.train import __main__ as command
+from headtrain.train import checkpoint, watch
 from headtrain.train import setup as preparing
 from headtrain.train.watch import Watch
 
@@ -31,7 +34,12 @@ def until(what, seconds: float = 120.0) -> None:
 
 def run_rank(rank: int, folder: str, does: dict, timeout: float) -> None:
     """One rank of ``python -m headtrain.train`` with the toy head; ``does``: what happens to which rank."""
-    out = Path(folder)
+    out, strikes = Path(folder), does.get("rank") == rank
+    watch.BEAT, watch.GRACE = 0.3, 1.0
+    if strikes and does["at"] == "start":
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if strikes and does["at"] == "save":
+        checkpoint.save_head = full_disk
     recipe = toyhead.recipe(out / "run", **{**SETTINGS, **does.get("train", {})})
 
     def prepare(of, backend, console, watch):
@@ -42,7 +50,7 @@ def run_rank(rank: int, folder: str, does: dict, timeout: float) -> None:
 
         def loss(*args):
             calls.append(1)
-            if does.get("rank") == rank and len(calls) == 3:
+            if strikes and len(calls) == 3:
                 print("now", flush=True)
                 if does["at"] == "raise":
                     raise KeyError("a strange row")
@@ -58,6 +66,10 @@ def run_rank(rank: int, folder: str, does: dict, timeout: float) -> None:
 
     command.prepare_run, command.load_recipe = prepare, lambda *_: recipe
     command.main(out / "recipe.yaml", [], False, False, timeout)
+
+
+def full_disk(*_) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def stored(recipe, watch, console, rank: int, does: dict) -> None:
@@ -91,11 +103,8 @@ def test_an_exception_on_one_rank_ends_both_with_its_message(tmp_path):
 
 
 def test_an_exception_on_rank_0_ends_the_others(tmp_path):
-    assert ranks.finish(go(tmp_path, {"rank": 0, "at": "raise", "train": {"accumulation": 3}}, world=3)) == [
-        1,
-        2,
-        2,
-    ]
+    does = {"rank": 0, "at": "raise", "train": {"accumulation": 3}}
+    assert ranks.finish(go(tmp_path, does, world=3)) == [1, 2, 2]
     for rank in (1, 2):
         assert "error: rank 0 (" in said(tmp_path, rank) and "a strange row" in said(tmp_path, rank)
 
@@ -109,8 +118,19 @@ def test_a_killed_rank_is_named(tmp_path, dead):
     assert f"error: rank {dead} (" in text and "killed" in text and "Traceback" not in text
 
 
+def test_a_checkpoint_that_rank_0_cannot_write_ends_who_waits_for_it(tmp_path):
+    assert ranks.finish(go(tmp_path, {"rank": 0, "at": "save"})) == [2, 2]
+    assert "error: rank 0: checkpoint" in said(tmp_path, 0) and "the disk is full" in said(tmp_path, 0)
+    assert "error: rank 0 (" in said(tmp_path, 1) and "the disk is full" in said(tmp_path, 1)
+
+
+def test_a_rank_0_that_dies_while_the_others_start(tmp_path):
+    assert ranks.finish(go(tmp_path, {"rank": 0, "at": "start"}, world=3, only=(0, 1))) == [-signal.SIGKILL, 2]
+    assert "rank 0 failed: it was killed" in said(tmp_path, 1) and "Traceback" not in said(tmp_path, 1)
+
+
 def test_a_rank_that_hangs_is_named_with_its_place(tmp_path):
-    assert ranks.finish(go(tmp_path, {"rank": 1, "at": "hang"}, 5.0)) == [2, 2]
+    assert ranks.finish(go(tmp_path, {"rank": 1, "at": "hang"}, 4.0)) == [2, 2]
     assert "rank 1: step 3" in said(tmp_path, 0) and "here: step 3" in said(tmp_path, 0)
 
 
@@ -129,7 +149,7 @@ def test_a_capture_that_dies_ends_who_waits_for_it(tmp_path, fate, code, message
 
 def test_a_long_capture_is_waited_for_and_happens_once(tmp_path):
     """Longer than an exchange may take."""
-    assert ranks.finish(go(tmp_path, {"capture": 7.0}, 4.0)) == [0, 0]
+    assert ranks.finish(go(tmp_path, {"capture": 4.5}, 3.0)) == [0, 0]
     assert (tmp_path / "run/captured-by-0").exists() and not (tmp_path / "run/captured-by-1").exists()
 
 
