@@ -12,8 +12,6 @@ from .meter import Meter
 from .store_writer import StoreWriter
 from .workers import Workers
 
-POLL = 0.25  # seconds between looks at a store that others are at
-
 
 def runs(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:
     """Consecutive rows of at most ``batch_tokens`` tokens for one forward; a longer row goes alone."""
@@ -45,12 +43,11 @@ def fill(
     """Return when every shard of the store is complete, whoever captured it."""
     lengths, mine = [len(row) for row in rows], set[int]()
     before, others = writer.complete(), meter.others
-    while todo := writer.todo():
-        there = writer.complete() - before - mine
-        meter.advance(0, others + tokens_of(writer.manifest, lengths, there))
-        number = workers.take(todo)
+    while len(complete := writer.complete()) < len(writer.manifest.shards) - 1:
+        meter.advance(0, others + tokens_of(writer.manifest, lengths, complete - before - mine))
+        number = workers.take(n for n in range(len(writer.manifest.shards) - 1) if n not in complete)
         if number is None:
-            time.sleep(POLL)
+            time.sleep(writer.storage.poll)
         elif capture_shard(writer, workers, number, rows, target, wants, batch_tokens, meter):
             mine.add(number)
     for number in workers.claimed():  # of processes that died between a record and the end of their claim

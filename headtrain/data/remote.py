@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
@@ -27,6 +28,8 @@ class Remote(Local):
     cache: folder for local copies of shards that are read, of at most ``cache_bytes`` together; the ones that were not
     used for longest go. Several processes may share it.
     """
+
+    poll = 2.0  # each look is a request or more
 
     def __init__(self, url: str, cache: Path, cache_bytes: float) -> None:
         super().__init__(cache)
@@ -120,11 +123,17 @@ class Remote(Local):
                 f"{self.url}: a shard of {size:,} bytes does not fit into features.cache_gb ({self.cache_bytes:,.0f} "
                 "bytes)"
             )
-        for path in self.folder.glob("*.tmp"):  # of processes that were killed
-            if time.time() - path.stat().st_mtime > 24 * 3600:
-                path.unlink(missing_ok=True)
-        kept = sorted(self.folder.glob("*.safetensors"), key=lambda p: p.stat().st_mtime)
-        used = sum(path.stat().st_size for path in kept)
-        while kept and used + size > self.cache_bytes:
-            used -= kept[0].stat().st_size
-            kept.pop(0).unlink(missing_ok=True)
+        kept = []
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process's doing
+                of = path.stat()
+                if path.suffix == ".safetensors":
+                    kept.append((of.st_mtime, of.st_size, path))
+                elif time.time() - of.st_mtime > 24 * 3600:  # of a process that was killed
+                    path.unlink()
+        used = sum(bytes_ for _, bytes_, _ in kept)
+        for _, bytes_, path in sorted(kept):
+            if used + size <= self.cache_bytes:
+                break
+            path.unlink(missing_ok=True)
+            used -= bytes_

@@ -13,6 +13,8 @@ class Local:
     """A folder on a disk, or on a file system that several nodes share. ``tag``: names this object's temporary files,
     so that two writers never meet in one."""
 
+    poll = 0.25  # seconds between looks at what others do
+
     def __init__(self, folder: str | Path) -> None:
         self.folder, self.tag = Path(folder), uuid.uuid4().hex[:12]
 

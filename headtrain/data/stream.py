@@ -22,7 +22,7 @@ from ..types import Batch, Features, Row, Wants
 from .manifest import MANIFEST, Manifest, StoreError, differences, human, record_name
 from .meter import Meter
 from .order import Windows
-from .produce import POLL, capture_shard, tokens_of
+from .produce import capture_shard, tokens_of
 from .storage import Storage
 from .store import FeatureStore
 from .store_writer import StoreWriter
@@ -147,7 +147,7 @@ class FeatureStream:
                     f"{self.storage}: {what} is missing and no capture has been running for {self._wait:g} s{died}; "
                     "start `python -m headtrain.capture` with the same recipe, then this again"
                 )
-            if self._closed.wait(POLL):
+            if self._closed.wait(self.storage.poll):
                 raise StoreError("closed")
 
 
@@ -200,7 +200,7 @@ def produce(
                     mine, since = {number}, time.monotonic()
                 continue
             workers.release(number)  # another process has seen an earlier position of training
-            time.sleep(POLL * random.random())
+            time.sleep(writer.storage.poll * random.random())
             continue
         if not paused:
             paused = True
@@ -211,7 +211,7 @@ def produce(
                 f"{writer.storage}: no training has been reading for {wait:g} s{died}; start it, and this again: what "
                 "is captured is kept"
             )
-        time.sleep(POLL)
+        time.sleep(writer.storage.poll)
 
 
 def _position(storage: Storage) -> int:

@@ -101,7 +101,7 @@ class Workers:
                 self.tell()
                 if self.watch:
                     self.look()
-            except OSError as error:  # a moment without the storage; the others wait for some of them
+            except Exception as error:  # a moment without the storage; the others wait for some of them
                 self.console.print(f"{self.storage}: {error}; trying again", markup=False)
 
     def look(self) -> list[Worker]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import multiprocessing
@@ -90,7 +91,11 @@ def capturing(place, target, **more):
 
 
 def held(place) -> int:
-    return sum(entry.stat().st_size for entry in os.scandir(place) if entry.name.startswith("shard-"))
+    total = 0
+    for path in place.glob("shard-*"):
+        with contextlib.suppress(FileNotFoundError):  # deleted or renamed this moment
+            total += path.stat().st_size
+    return total
 
 
 def until(what, seconds=60.0):
