@@ -48,6 +48,7 @@ class Estimate:
     steps: int
     epochs: float
     target_resident: bool
+    target_split: str  # "" or how, for the line on memory
     head_flops: float
     target_flops: float | None
 
@@ -69,7 +70,7 @@ class Estimate:
             f"steps       {self.steps:,} optimizer steps, {self.epochs:.2g} epochs"
             + ("" if self.tokens_known else f" (for each {UNKNOWN_TOKENS:,} tokens)"),
             f"memory      {human(sum(self.training_bytes.values()))} for training"
-            + (", and the target's own weights beside it" if self.target_resident else "")
+            + (f", and the target's own weights beside it{self.target_split}" if self.target_resident else "")
             + "; of it "
             + ", ".join(f"{name} {human(size)}" for name, size in self.training_bytes.items()),
             f"arithmetic  {scaled(self.head_flops)}FLOP for the head, "
@@ -142,6 +143,7 @@ def estimate(recipe: Recipe) -> Estimate:
         steps=steps,
         epochs=steps * per_step / max(tokens, 1),
         target_resident=recipe.features.mode == "online",
+        target_split=_target_split(recipe),
         head_flops=steps * train.accumulation * _batch_flops(recipe, head, rows, tokens, supervised),
         target_flops=_target_flops(recipe, tokens, steps * per_step),
     )
@@ -181,6 +183,14 @@ def _target_bytes(recipe: Recipe) -> int | None:
         return None
     width = {"float32": 4}.get(recipe.target.dtype, 2)
     return expected.parameters * width
+
+
+def _target_split(recipe: Recipe) -> str:
+    section = recipe.target
+    if section.shard == "none":
+        return ""
+    ranks = f"{section.group} ranks" if section.group else "the ranks of a node"
+    return f" (layers split over {ranks}, {section.shard})"
 
 
 def _training_bytes(recipe: Recipe, head: DraftHead, shape: TargetShape, share: float) -> dict[str, int]:
