@@ -9,7 +9,8 @@ be put together by name.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Zero(Replicated):
     sharded = True
 
     def __init__(self, loss: HeadLoss, world: int, stage: int, offload: tuple[str, ...] = ()) -> None:
-        self.stage, self.offload = stage, offload
+        self.stage, self.offload, self.accumulation = stage, offload, ExitStack()
         self.deepspeed = require_deepspeed(next(loss.parameters()).device)
         super().__init__(loss, world)
 
@@ -112,12 +113,16 @@ class Zero(Replicated):
         optimizer.split(engine, dict(zip(self.masters, order, strict=True)))
         return optimizer
 
-    def exchanges(self, last: bool) -> bool:
-        return True  # stages 2 and 3 reduce in every backward pass
-
-    def accumulating(self, last: bool) -> AbstractContextManager:
-        self.wrapped.set_gradient_accumulation_boundary(last)
-        return nullcontext()
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """Gradients are reduced once a step, parameter by parameter in the order of their groups. Left alone, stages 2
+        and 3 reduce them in the order that they become ready in, which follows from the graph: a rank without anything
+        to learn from would add other parameters' gradients to its peers'."""
+        if not self.wrapped.inside_no_sync_ctxt:
+            self.accumulation.enter_context(self.wrapped.coalesce_grad_reduction())
+        yield
+        if last:
+            self.accumulation.close()
 
     def backward(self, total: Tensor) -> None:
         self.wrapped.backward(total, scale_wrt_gas=False)
