@@ -17,6 +17,7 @@ LAYERS = [
     {"heads", "target", "data"},
     {"capture", "estimate", "export", "decode"},
     {"train", "evaluate"},
+    {"scale"},
     {"cli", "commands"},
 ]
 APART = {"heads", "target", "data"}  # of one layer, but they do not know each other

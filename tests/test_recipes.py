@@ -38,6 +38,11 @@ PUBLISHED = {
         num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072,
         rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=LLAMA3, tie_word_embeddings=False, vocab_size=128256,
     ),
+    "meta-llama/Llama-3.3-70B-Instruct": dict(
+        model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=8192, intermediate_size=28672,
+        num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=131072,
+        rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=LLAMA3, tie_word_embeddings=False, vocab_size=128256,
+    ),
     "Qwen/Qwen3-8B": dict(
         model_type="qwen3", architectures=["Qwen3ForCausalLM"], hidden_size=4096, intermediate_size=12288,
         num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6,
