@@ -69,7 +69,7 @@ class Watch:
         self._place, before = f"waiting for all ranks at {name}", self._place
         wait = 0.01
         while (values := self._board.all(key)) is None:
-            self._raise_end()
+            self._raise_end()  # the thread wakes this one, but a library may swallow what that raises
             time.sleep(wait)
             wait = min(2 * wait, 0.5)
         self._place = before
