@@ -113,8 +113,8 @@ def head_memory(shapes: Sequence[Sequence[int]], backend: str, ranks: int) -> di
     if backend == "ddp" or ranks == 1:
         return {"parameters": every, "gradients": every, "optimizer": 2 * every, "working": every}
     own = FP32 * part(shapes, backend, ranks)
-    if backend == "fsdp2":  # the whole head and its whole gradient, until it is scattered
-        return {"parameters": own, "gradients": own, "optimizer": 2 * own, "working": ranks * own + 2 * every}
+    if backend == "fsdp2":  # the whole head as it arrives and as it is used; later its whole gradient
+        return {"parameters": own, "gradients": own, "optimizer": 2 * own, "working": 2 * ranks * own + every}
     if backend == "zero3":  # parts of the parameters and of the masters; the bucket stays
         return {
             "parameters": 2 * own, "gradients": own + bucket, "optimizer": 2 * own, "working": ranks * own + 2 * every,
@@ -138,9 +138,8 @@ def head_traffic(shapes: Sequence[Sequence[int]], backend: str, ranks: int, micr
     if backend == "fsdp2":
         return {"all-gather": gathered(whole, ranks), "reduce-scatter": gathered(whole, ranks)}
     if backend == "zero3":
-        return {"all-gather": micro * gathered(whole, ranks), "reduce-scatter": micro * gathered(whole, ranks)}
-    times = micro if backend == "zero2" else 1
-    return {"all-reduce": times * all_reduced(every, ranks), "all-gather": gathered(whole, ranks)}
+        return {"all-gather": micro * gathered(whole, ranks), "reduce-scatter": gathered(whole, ranks)}
+    return {"all-reduce": all_reduced(every, ranks), "all-gather": gathered(whole, ranks)}
 
 
 # -- the target ---------------------------------------------------------------------------------------------------
