@@ -19,6 +19,6 @@ backend=$1 nodes=$2 node_rank=$3 processes=$4 head=$5
 shift 5
 port=29500
 case $head in *:*) port=${head##*:} ;; esac
-exec accelerate launch --config_file "$backend" --num_machines "$nodes" --machine_rank "$node_rank" \
+exec "$(dirname "$0")/run.sh" accelerate launch --config_file "$backend" --num_machines "$nodes" --machine_rank "$node_rank" \
     --num_processes $((nodes * processes)) --main_process_ip "${head%%:*}" --main_process_port "$port" \
     --max_restarts 0 -m headtrain.train "$@"

@@ -19,5 +19,5 @@ nodes=$1 node_rank=$2 processes=$3 head=$4
 shift 4
 port=29500
 case $head in *:*) port=${head##*:} ;; esac
-exec torchrun --nnodes "$nodes" --node-rank "$node_rank" --nproc-per-node "$processes" \
+exec "$(dirname "$0")/run.sh" torchrun --nnodes "$nodes" --node-rank "$node_rank" --nproc-per-node "$processes" \
     --master-addr "${head%%:*}" --master-port "$port" --max-restarts 0 -m headtrain.train "$@"
