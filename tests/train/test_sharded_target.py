@@ -64,8 +64,8 @@ class Counted:
 def run_rank(rank: int, folder: str, world: int, runs: list[tuple[dict, bool]]) -> None:
     """Each of ``runs`` (section of a target, whether it trains): features and weights against the whole target's."""
     folder, console = Path(folder), Console(quiet=True)
-    with Watch(60.0) as watch:
-        backend = Backend("fp32", timeout=60.0)
+    with Watch(300.0) as watch:
+        backend = Backend("fp32", timeout=300.0)
         for number, (section, trains) in enumerate(runs):
             r = recipe(folder, f"run-{number}", world, **section)
             setup = prepare_run(r, backend, console, watch)
@@ -95,7 +95,7 @@ def run_rank(rank: int, folder: str, world: int, runs: list[tuple[dict, bool]]) 
                 )
                 stored = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in target.parts.layers.parameters())
                 found["share"] = stored / sum(p.numel() for p in whole.parts.layers.parameters())
-                found["class"] = type(target.model).__name__ == type(whole.model).__name__
+                found["class"] = type(target.model) is type(whole.model)
             if trains:
                 found["evaluation"] = train(r, setup, backend, watch=watch).evaluation
             torch.save(found, folder / f"found-{number}-{rank}.pt")
@@ -106,7 +106,7 @@ def outcome(tmp_path: Path, world: int, runs: list[tuple[dict, bool]]) -> list[l
     tiny.save(tmp_path / "target")
     conversations(tmp_path / "train.jsonl", 40)
     conversations(tmp_path / "eval.jsonl", 11)
-    codes = ranks.finish(ranks.start_ranks(run_rank, world, tmp_path, str(tmp_path), world, runs), 150.0)
+    codes = ranks.finish(ranks.start_ranks(run_rank, world, tmp_path, str(tmp_path), world, runs))
     assert codes == [0] * world, (tmp_path / "rank-0.log").read_text()[-3000:]
     return [[torch.load(tmp_path / f"found-{n}-{r}.pt") for r in range(world)] for n in range(len(runs))]
 
