@@ -98,9 +98,18 @@ def life(place: str, run: str, at: int | None, how: str) -> None:
     (Path(place) / "writes").write_text(str(writes.count))
 
 
+def capture_alone(place: str, run: str, at: int | None) -> None:
+    """``python -m headtrain.capture``, which is told to stop at its write ``at``."""
+    Writes(run, at, "term")
+    from headtrain import capture
+
+    capture.stop_on_sigterm()
+    capture.main(Path(place) / "recipe.yaml", [f"output={run}"])
+
+
 class Writes:
-    """Counts this process's writes below ``folder``. At number ``at`` the process is killed or, from there on, the
-    disk is full (``how``)."""
+    """Counts this process's writes below ``folder``. At number ``at`` the process is killed or told to stop or, from
+    there on, the disk is full (``how``)."""
 
     def __init__(self, folder: str, at: int | None, how: str) -> None:
         import safetensors
@@ -159,12 +168,12 @@ class Writes:
         self.count += 1
         if self.at is None or self.count < self.at:
             return
-        if self.how == "kill":
+        if self.how != "full":
             self.at = None
             if half:
                 half()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if needs_room:
+            os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGTERM)
+        elif needs_room:
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -190,9 +199,9 @@ def sound(run: Path) -> tuple[set[str], int]:
 
 
 def files(run: Path) -> dict[str, str]:
-    """Name -> what it holds, of all that a run leaves, without times."""
+    """Name -> what it holds, of all that a run leaves, without times and the last signs of life of killed captures."""
     out = {}
-    for path in sorted(p for p in run.rglob("*") if p.is_file()):
+    for path in sorted(p for p in run.rglob("*") if p.is_file() and not p.match("worker-*.json")):
         text = path.read_bytes()
         if path.name == "metrics.jsonl":
             lines = [json.loads(line) for line in text.splitlines()]
@@ -220,7 +229,7 @@ def killed_until_done(place: Path, whole: tuple, run: Path, rng: random.Random) 
         if rng.random() < 0.3:  # at a random time
             code = live(place, run, seconds=rng.uniform(0.1, 0.9) * whole[2])
         else:
-            code = live(place, run, at=rng.randint(1, whole[1] // 3))
+            code = live(place, run, at=rng.randint(1, whole[1] // 4))
         now = sound(run)
         assert before[0] <= now[0] and before[1] <= now[1], "something that was complete is gone"
         before = now
@@ -269,8 +278,17 @@ def full_disk(place: Path, whole: tuple, at: int) -> None:
 
 def test_a_full_disk_is_said_and_costs_nothing(place, whole):
     rng = random.Random(7)
-    for part in range(5):
-        full_disk(place, whole, rng.randint(1 + part * whole[1] // 5, (part + 1) * whole[1] // 5))
+    for part in range(3):  # capture, training, export
+        full_disk(place, whole, rng.randint(1 + part * whole[1] // 3, (part + 1) * whole[1] // 3))
+
+
+def test_a_capture_that_is_told_to_stop_ends_with_0_and_goes_on(place, whole):
+    run, log = place / "told", place / "told.log"
+    for at in (20, None):
+        assert ranks.finish([ranks.start(capture_alone, str(place), str(run), at, log=log)]) == [0], log.read_text()
+        assert len(sound(run)[0]) < 4 if at else True
+        assert "SIGTERM: complete shards are kept" in log.read_text()
+    assert sound(run)[0] == sound(whole[0])[0]
 
 
 @pytest.mark.full
