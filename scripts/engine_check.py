@@ -45,8 +45,9 @@ from headtrain.metadata import Metadata, file_sha256, write_json, write_text
 from headtrain.target.load import load_target
 from headtrain.target.model import Target
 
-# one run of each kind that vLLM serves; a module from scratch must draft the whole vocabulary (draft_vocab_size: null)
-DEFAULT_RUNS = ("smollm2-135m-eagle1", "quickstart", "smollm2-135m-medusa", "smollm2-135m-mtp")
+# One run of each kind that vLLM serves. A module from scratch must draft the whole vocabulary there:
+# headtrain vocab runs/smollm2-135m-mtp --size 49152 --out runs/smollm2-135m-mtp-whole
+DEFAULT_RUNS = ("smollm2-135m-eagle1", "quickstart", "smollm2-135m-medusa", "smollm2-135m-mtp-whole")
 DIALECTS = {"vllm": ("vllm", "speculators"), "sglang": ("sglang",)}
 ERRORS = 2  # standard errors that the two rates may be apart
 

@@ -72,7 +72,8 @@ def spec(head, dialect: str) -> ExportSpec:
     if isinstance(head.block.mlp, Experts):
         problems.append("a mixture of experts in the module (it has a dense layer: head.block=dense)")
     if head.draft_ids is not None:
-        problems.append(f"head.draft_vocab_size={head.draft_vocab_size} (it drafts the whole vocabulary: null)")
+        grow = f"`headtrain vocab RUN --size {shape.vocab_size} --out DIR` gives the trained module that, as it is"
+        problems.append(f"head.draft_vocab_size={head.draft_vocab_size} (it drafts the whole vocabulary; {grow})")
     if config.intermediate_size not in (None, shape.intermediate_size):
         problems.append(f"head.intermediate_size={config.intermediate_size} (the target's: {shape.intermediate_size})")
     if hasattr(head.block.self_attn.q_norm, "weight"):

@@ -201,7 +201,7 @@ def test_every_other_configuration_is_refused_by_name(rigs, tmp_path, name):
 def test_a_reduced_vocabulary_is_refused(rigs):
     shape = load_target(TargetSection(path=str(rigs["llama"] / "target"))).shape
     head = build_head(parse_head({"kind": "mtp", "draft_vocab_size": 8}), shape, torch.arange(8))
-    with pytest.raises(ValueError, match=r"head.draft_vocab_size=8 \(it drafts the whole vocabulary: null\)"):
+    with pytest.raises(ValueError, match=r"head.draft_vocab_size=8 \(it drafts the whole .*headtrain vocab RUN --size"):
         head.export_spec("vllm")
 
 
