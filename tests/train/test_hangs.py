@@ -140,6 +140,15 @@ def test_a_rank_that_never_starts(tmp_path, there, message):
     assert message in " ".join(said(tmp_path, there).split())
 
 
+def test_a_rank_that_would_wait_longer_reads_who_is_missing(tmp_path):
+    assert ranks.finish(ranks.start_ranks(run_impatient, 3, tmp_path, str(tmp_path), only=(0, 1))) == [2, 2]
+    assert "rank 2 failed: did not start: 1 of 3 ranks (2)" in " ".join(said(tmp_path, 1).split())
+
+
+def run_impatient(rank: int, folder: str) -> None:
+    run_rank(rank, folder, {}, 2.0 if rank == 0 else 60.0)
+
+
 @pytest.mark.parametrize("fate, code, message", [("full", 2, "the disk is full"), ("kill", -9, "no sign of life")])
 def test_a_capture_that_dies_ends_who_waits_for_it(tmp_path, fate, code, message):
     assert ranks.finish(go(tmp_path, {"capture": fate})) == [code, 2]
