@@ -18,6 +18,7 @@ PRELOAD = [
     "headtrain.export.core",
     "headtrain.heads.catalog",
     "transformers.models.llama.modeling_llama",
+    "deepspeed",  # where it is installed
     "tiny",
     "toyhead",
 ]
