@@ -80,6 +80,8 @@ class Workers:
 
     def __enter__(self) -> Workers:
         self.tell()
+        if self.watch:
+            self.look()  # and clear away those that were killed before
         self._thread.start()
         return self
 

@@ -122,6 +122,20 @@ def test_a_process_that_is_gone_is_named_at_once_and_its_shard_taken_over_by_one
     process.join()
 
 
+def test_what_the_killed_left_is_cleared_away_by_the_next(place):
+    def killed():
+        worker(place).tell()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    dead = fork.Process(target=killed)
+    dead.start()
+    dead.join()
+    assert [name for name in os.listdir(place) if name.startswith("worker-")]
+    with worker(place, watch=True) as next_one:
+        assert [name for name in os.listdir(place) if name.startswith("worker-")] == [f"worker-{next_one.me.id}.json"]
+    assert f"process {dead.pid}) died: it was killed" in said(next_one)
+
+
 def test_one_of_another_machine_is_given_up_after_the_timeout_and_sees_that(place):
     """Its clock does not matter, and it goes on giving signs of life later."""
     with worker(place, timeout=60, machine="other") as other, worker(place, timeout=1, watch=True) as me:
