@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import os
+import signal
 
+# A shell starts a job in the background with Ctrl-C ignored; tests that send it would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

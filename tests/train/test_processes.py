@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -83,10 +82,8 @@ def test_sigterm_saves_and_exits_with_0(tmp_path, backend):
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 9])
-def test_sigint_at_any_micro_batch(tmp_path, backend, at, request):
+def test_sigint_at_any_micro_batch(tmp_path, backend, at):
     """Ctrl-C during micro-batch ``at``: only whole optimizer steps count, and the rest is the same."""
-    request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with it ignored
     recipe = toyhead.recipe(tmp_path / "part", {"noise": 0.1}, **SIGNAL)
     run = toyhead.setup(recipe, backend)
     good, calls = run.head.loss, []
