@@ -147,23 +147,26 @@ def capture(
     RecipeError, DataError, TargetError, StoreError (other features in the folder, no room on the disk).
     """
     console = console or Console(stderr=True, soft_wrap=True, highlight=False)
-    target, rows = load(recipe, target, rows, console)
-    wants = head_wants(recipe, target.shape, target.weights())
+    target, wants, rows = load(recipe, target, rows, console)
     fill_stores(recipe, target, wants, rows, console)
     return FeatureStore(recipe.features_dir / "train", rows=rows["train"].rows, wants=wants)
 
 
-def load(recipe: Recipe, target: Any, rows: dict[str, Rows] | None, console: Console) -> tuple[Target, dict[str, Rows]]:
-    """The target, on this process's own device, and the rows, as far as they are not given."""
+def load(
+    recipe: Recipe, target: Any, rows: dict[str, Rows] | None, console: Console
+) -> tuple[Target, Wants, dict[str, Rows]]:
+    """The target, on this process's own device, what the head reads of it, and the rows. Target and rows are loaded as
+    far as they are not given; a head that cannot start from this target is refused before rows are read."""
     if target is None:
         console.print(f"loading the target {recipe.target.path}", markup=False)
         target = load_target(recipe.target, f"cuda:{launched('LOCAL_RANK')}" if torch.cuda.is_available() else "cpu")
+    wants = head_wants(recipe, target.shape, target.weights())
     if rows is None:
         rows = plan_rows(recipe, target.tokenizer)
         for name, split in rows.items():
             for line in split.report:
                 console.print(f"{name}: {line}", markup=False)
-    return target, rows
+    return target, wants, rows
 
 
 def launched(name: str) -> int:
@@ -200,8 +203,8 @@ def fill_stores(recipe: Recipe, target: Any, wants: Wants, rows: dict[str, Rows]
 def stream(recipe: Recipe, *, console: Console) -> None:
     """Capture for a training that reads at the same time: the held-out rows wholly, then what training needs next,
     until it has finished. Raises as ``capture`` does, and StoreError where training does not come (back)."""
-    target, rows = load(recipe, None, None, console)
-    wants, settings = head_wants(recipe, target.shape, target.weights()), recipe.features
+    target, wants, rows = load(recipe, None, None, console)
+    settings = recipe.features
     fill_stores(recipe, target, wants, {name: split for name, split in rows.items() if name != "train"}, console)
     place, train = recipe.features_dir / "train", rows["train"]
     plan = plan_train(recipe, target, wants, train.rows)
