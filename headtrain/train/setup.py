@@ -26,7 +26,7 @@ from .backend import Backend
 from .groups import GroupLoader, sharding_of
 from .joint import Joint, no_features
 from .nodes import keeps
-from .trainer import Setup
+from .trainer import Setup, check_accumulation
 from .warm import WarmStart, check_warm_start, read_warm_start
 from .watch import ALONE, Watch
 
@@ -40,6 +40,7 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
     """
     if watch.world != backend.world:
         raise ValueError(f"{backend.world} ranks prepare a run, and the watch is over {watch.world}")
+    check_accumulation(recipe.train, backend.world)  # before a capture that may take hours
     config = parse_head(recipe.head)
     warm = read_warm_start(recipe, config)
     console.print(f"loading the target {recipe.target.path}", markup=False)
@@ -120,8 +121,7 @@ def _stored(
     others wait for it, outside of any exchange that could time out. In a stream that is the held-out rows; the
     training rows are captured by others, while training reads."""
     folder, stream = recipe.features_dir, recipe.features.mode == "stream"
-    remote = isinstance(folder, Url)
-    keeper = watch.rank == 0 if remote else keeps(folder, watch)
+    keeper = watch.rank == 0 if isinstance(folder, Url) else keeps(folder, watch)
     watch.at("capturing")
     if keeper and stream:
         fill_stores(recipe, target, wants, {name: split for name, split in rows.items() if name != "train"}, console)
@@ -129,7 +129,7 @@ def _stored(
         capture(recipe, target=target, rows=rows, console=console)
     watch.share("features")
     stores: dict[str, FeatureStore | FeatureStream] = {
-        name: FeatureStore(folder / name, verify=keeper or remote, rows=split.rows, wants=wants)
+        name: FeatureStore(folder / name, rows=split.rows, wants=wants)  # every rank checks what it reads
         for name, split in rows.items()
         if not (stream and name == "train")
     }

@@ -93,11 +93,7 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
     """Train ``setup.head`` in place; resumes the run folder's last checkpoint unless ``fresh`` (an old run is then
     moved to ``previous-N``). Raises RecipeError, CheckpointError, TrainError."""
     settings, head, teacher, joint = recipe.train, setup.head, setup.teacher, setup.joint
-    if settings.accumulation % backend.world:
-        raise RecipeError(
-            f"train.accumulation: {settings.accumulation} micro-batches do not divide over {backend.world} ranks; "
-            f"use a multiple of {backend.world}"
-        )
+    check_accumulation(settings, backend.world)
     if setup.train.micro_batches_per_epoch < 1:
         raise RecipeError("data.train: no rows to train on")
     total = total_steps(settings, setup.train.micro_batches_per_epoch)
@@ -258,6 +254,15 @@ def write(backend: Backend, curve: MetricsFile, line: dict[str, Any]) -> None:
 def summary(numbers: dict[str, Any]) -> str:
     alpha = " ".join("-" if a is None else f"{a:.2f}" for a in numbers["alpha"])
     return f"loss {numbers['loss']:.3f} tau {numbers['tau']:.3f} alpha {alpha}"
+
+
+def check_accumulation(settings: TrainSection, ranks: int) -> None:
+    """Raises RecipeError where the micro-batches of a step do not divide over the ranks."""
+    if settings.accumulation % ranks:
+        raise RecipeError(
+            f"train.accumulation: {settings.accumulation} micro-batches do not divide over {ranks} ranks; use a "
+            f"multiple of {ranks}"
+        )
 
 
 def total_steps(settings: TrainSection, micro_batches: int) -> int:

@@ -16,13 +16,16 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from headtrain.capture import Rows
+from headtrain.capture import Rows, capture, head_wants, plan_rows
 from headtrain.config import Recipe, RecipeError
+from headtrain.data.store import StoreError
 from headtrain.heads.io import load_head, read_tensors
 from headtrain.metadata import Metadata
+from headtrain.target.load import load_target
 from headtrain.train import __main__ as command
+from headtrain.train import setup as preparing
 from headtrain.train.backend import Backend, resolve_precision
-from headtrain.train.setup import _online, prepare_run
+from headtrain.train.setup import _online, _stored, prepare_run
 from headtrain.train.trainer import train
 from headtrain.types import Features, Row, Wants
 
@@ -130,6 +133,41 @@ def test_warm_start_that_is_no_folder_is_an_error(recipe, backend, path):
     recipe.train.warm_start, recipe.features.mode = path, "online"
     with pytest.raises(RecipeError, match=f"no folder '{path}'"):
         prepare_run(recipe, backend, quiet())
+
+
+class OneOfTwo:
+    """What a second rank has of a watch, alone."""
+
+    rank, world, first_on_node = 1, 2, False
+
+    def at(self, place):
+        pass
+
+    def share(self, name, value=""):
+        return [value]
+
+
+def test_every_rank_checks_the_features_that_it_reads(recipe, backend, monkeypatch):
+    """A rank that captured nothing refuses a flipped byte, too."""
+    target = load_target(recipe.target)
+    rows = plan_rows(recipe, target.tokenizer)
+    capture(recipe, target=target, rows=rows, console=quiet())
+    monkeypatch.setattr(preparing, "keeps", lambda folder, watch: False)
+    stores = _stored(recipe, target, head_wants(recipe, target.shape), rows, OneOfTwo(), quiet())
+    path = next((recipe.features_dir / "train").glob("shard-*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match="is damaged: sha256"):
+        for row in range(len(rows["train"].rows)):
+            stores["train"].batch([row])
+
+
+def test_an_accumulation_that_ranks_cannot_share_is_refused_before_anything_is_loaded(recipe, backend, monkeypatch):
+    monkeypatch.setattr(backend, "world", 2)
+    recipe.train.accumulation, recipe.target.path = 3, "nowhere"
+    with pytest.raises(RecipeError, match="3 micro-batches do not divide over 2 ranks"):
+        prepare_run(recipe, backend, quiet(), OneOfTwo())
 
 
 def test_same_start_every_time(recipe, backend):
