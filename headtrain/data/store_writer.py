@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..config import Url
@@ -186,7 +187,14 @@ class ShardWriter:
             "lse": self.lse,
         }
         temporary = self.storage.staging(self.name)
-        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, temporary)
+        try:
+            save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, temporary)
+        except SafetensorError as error:  # what it makes of a full disk, a quota or a limit of file sizes
+            temporary.unlink(missing_ok=True)
+            raise StoreError(
+                f"{self.storage.where(self.name)} could not be written: {error}; make room and run the same command "
+                "again (complete shards are kept)"
+            ) from None
         with open(temporary, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())

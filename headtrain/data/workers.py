@@ -172,8 +172,9 @@ class Workers:
         return True
 
     def _owner(self, number: int, generation: int) -> str:
+        """Whoever made the claim; of a damaged one nobody who lives."""
         try:
-            return self.storage.read(_claim_file(number, generation)).decode()
+            return self.storage.read(_claim_file(number, generation)).decode(errors="replace")
         except FileNotFoundError:  # released this moment: the next look will see what became of it
             return self.me.id
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import signal
 import sys
 from pathlib import Path
 
@@ -538,3 +540,19 @@ def test_a_head_that_reads_no_layer_stores_final_features_alone(folder, rows, ta
     plain = target.features(Batch.pack([rows[3], rows[1]]), Wants(()))
     assert features.layers.shape == (21, 0, 64)
     assert_same_features(features, as_stored(plain, form))
+
+
+def test_a_disk_that_is_full_while_a_shard_is_written(folder, rows, target):
+    """safetensors has an error of its own for it. A limit on the size of files stands in for the disk."""
+    of = manifest(rows)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal_before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, old[1]))
+    try:
+        with pytest.raises(StoreError, match="shard-00000.safetensors could not be written: .*make room"):
+            write(folder, rows, target, of)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, signal_before)
+    assert not list(folder.glob("*.tmp")) and not list(folder.glob("shard-*"))
+    assert len(store(folder, rows, target)) == len(rows)

@@ -136,6 +136,12 @@ def test_what_the_killed_left_is_cleared_away_by_the_next(place):
     assert f"process {dead.pid}) died: it was killed" in said(next_one)
 
 
+def test_a_damaged_claim_is_nobodys(place):
+    with worker(place) as me:
+        (place / _claim_file(0, 1)).write_bytes(b"\xff\xfe\x00")
+        assert me.take([0]) == 0 and me.mine(0)
+
+
 def test_one_of_another_machine_is_given_up_after_the_timeout_and_sees_that(place):
     """Its clock does not matter, and it goes on giving signs of life later."""
     with worker(place, timeout=60, machine="other") as other, worker(place, timeout=1, watch=True) as me:
