@@ -126,14 +126,14 @@ def plan_manifest(recipe: Recipe, identity: TargetIdentity, wants: Wants, rows: 
     )
 
 
-def plan_store(
-    recipe: Recipe, identity: TargetIdentity, wants: Wants, rows: Sequence[Row], folder: Path | Url
-) -> Manifest:
-    """The manifest of the store in ``folder``: what the head reads and what the recipe adds for other heads; where a
+def plan_store(recipe: Recipe, target: Any, wants: Wants, rows: Sequence[Row], split: str) -> Manifest:
+    """The manifest of the store of a split: what the head reads and what the recipe adds for other heads; where a
     store is there that holds more than that, all that it holds."""
+    folder = recipe.features_dir / split
+    wants = recipe.features.widen(wants, target.shape.num_layers)
     if MANIFEST in open_storage(folder).names() and not (stored := Manifest.read(folder)).unmet(wants):
         wants = stored.holds(wants)
-    return plan_manifest(recipe, identity, wants, rows)
+    return plan_manifest(recipe, target.identity, wants, rows)
 
 
 def capture(
@@ -177,10 +177,7 @@ def launched(name: str) -> int:
 def fill_stores(recipe: Recipe, target: Any, wants: Wants, rows: dict[str, Rows], console: Console) -> None:
     """Complete the store of each of these splits, together with whoever else is at it."""
     folder = recipe.features_dir
-    stored = recipe.features.widen(wants, target.shape.num_layers)
-    plans = {
-        name: plan_store(recipe, target.identity, stored, split.rows, folder / name) for name, split in rows.items()
-    }
+    plans = {name: plan_store(recipe, target, wants, split.rows, name) for name, split in rows.items()}
     with ExitStack() as stack:
         workers = {name: stack.enter_context(join(recipe, folder / name, console)) for name in plans}
         writers = {name: StoreWriter(workers[name].storage, plan, workers[name]) for name, plan in plans.items()}
@@ -207,7 +204,7 @@ def stream(recipe: Recipe, *, console: Console) -> None:
     settings = recipe.features
     fill_stores(recipe, target, wants, {name: split for name, split in rows.items() if name != "train"}, console)
     place, train = recipe.features_dir / "train", rows["train"]
-    plan = plan_train(recipe, target, wants, train.rows)
+    plan = plan_store(recipe, target, wants, train.rows, "train")
     budget = settings.keep_gb * 1e9 if settings.keep_gb else math.inf
     with join(recipe, place, console) as workers:
         writer = StoreWriter(workers.storage, plan, workers)
@@ -236,7 +233,7 @@ def open_stream(
     """The training rows' features as ``stream`` captures them, in other processes."""
     return FeatureStream(
         open_storage(recipe.features_dir / "train"),
-        plan_train(recipe, target, wants, rows),
+        plan_store(recipe, target, wants, rows, "train"),
         rows,
         console,
         wants=wants,
@@ -244,11 +241,6 @@ def open_stream(
         wait=recipe.features.wait,
         rank=rank,
     )
-
-
-def plan_train(recipe: Recipe, target: Any, wants: Wants, rows: Sequence[Row]) -> Manifest:
-    stored = recipe.features.widen(wants, target.shape.num_layers)
-    return plan_store(recipe, target.identity, stored, rows, recipe.features_dir / "train")
 
 
 def windows_of(recipe: Recipe, plan: Manifest) -> Windows | None:
