@@ -240,19 +240,12 @@ def killed_until_done(place: Path, whole: tuple, run: Path, rng: random.Random) 
         deaths += 1
 
 
-def test_killed_at_random_points_over_and_over(place, whole):
-    deaths, number, rng = 0, 0, random.Random(5)
-    while deaths < 20:
+@pytest.mark.parametrize("least, seed", [(20, 5), pytest.param(200, 6, marks=pytest.mark.full)])
+def test_killed_at_random_points_over_and_over(place, whole, least, seed):
+    deaths, number, rng = 0, 0, random.Random(seed)
+    while deaths < least:
         number += 1
-        deaths += killed_until_done(place, whole, place / f"killed-{number}", rng)
-
-
-@pytest.mark.full
-def test_killed_two_hundred_times(place, whole):
-    deaths, number, rng = 0, 0, random.Random(6)
-    while deaths < 200:
-        number += 1
-        deaths += killed_until_done(place, whole, place / f"often-{number}", rng)
+        deaths += killed_until_done(place, whole, place / f"killed-{least}-{number}", rng)
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..config import TrainSection
 from ..heads.base import DraftHead
+from ..target.parts import whole
 
 
 def lr_factor(step: int, total: int, schedule: str, warmup: float, decay: float, min_lr: float) -> float:
@@ -39,11 +40,6 @@ def lr_factor(step: int, total: int, schedule: str, warmup: float, decay: float,
 def local(value: Tensor) -> Tensor:
     """This rank's part of a tensor that is split over ranks."""
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def whole(value: Tensor) -> Tensor:
-    """All of a tensor that is split over ranks, which do this together."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def split_like(value: Tensor, p: Tensor) -> Tensor:
