@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 
 import tiny
@@ -14,6 +16,18 @@ from headtrain.shift import final_positions
 from headtrain.types import Batch, Features, Row, Wants
 
 LAYERS = (2, 4, 5)
+fork = multiprocessing.get_context("fork")
+
+
+def forked(function: Callable, *args, **more):
+    """A process that has this one's objects, for closures. Its torch must stay on one thread: OpenMP's others are not
+    copied by fork, and the first product that waits for them waits for ever."""
+
+    def run():
+        torch.set_num_threads(1)
+        function(*args, **more)
+
+    return fork.Process(target=run, daemon=True)
 
 
 class FakeTarget:

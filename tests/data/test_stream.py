@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import multiprocessing
 import os
 import signal
 import threading
@@ -13,7 +12,7 @@ import pytest
 import tiny
 import torch
 from rich.console import Console
-from storing import FakeTarget, assert_same_batch, assert_same_features, manifest, wants_of, write
+from storing import FakeTarget, assert_same_batch, assert_same_features, forked, manifest, wants_of, write
 
 from headtrain.data.loader import Loader
 from headtrain.data.manifest import StoreError
@@ -24,7 +23,6 @@ from headtrain.data.store import FeatureStore, StoreWriter
 from headtrain.data.stream import FeatureStream, check_budget, produce, shard_sizes
 from headtrain.data.workers import Workers
 
-fork = multiprocessing.get_context("fork")
 ROWS = tiny.rows((24, 9, 33, 12, 40, 7, 21, 30, 25, 14, 28, 35, 11, 22))
 PLAN = manifest(ROWS, 40)
 SIZES = shard_sizes(PLAN, ROWS)
@@ -85,7 +83,7 @@ def run_capture(place, target, out=None, budget=BUDGET, wait=30.0, timeout=60.0)
 
 def capturing(place, target, **more):
     """Capture in a process of its own."""
-    process = fork.Process(target=run_capture, args=(place, target), kwargs=more, daemon=True)
+    process = forked(run_capture, place, target, **more)
     process.start()
     return process
 
@@ -271,10 +269,10 @@ def test_a_training_that_dies_is_named_by_capture(place, target):
         for _ in loader(stream(place)).batches(0):
             time.sleep(0.05)
 
-    training, out = fork.Process(target=read, daemon=True), console()
+    training, out = forked(read), console()
     training.start()
     until(lambda: list(place.glob("worker-*.json")))
-    killer = fork.Process(target=lambda: (time.sleep(1.5), os.kill(training.pid, signal.SIGKILL)), daemon=True)
+    killer = forked(lambda: (time.sleep(1.5), os.kill(training.pid, signal.SIGKILL)))
     killer.start()
     with pytest.raises(
         StoreError, match=rf"no training .* for 2 s \(training rank 0 \(.*{training.pid}\) died: it was"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import signal
 import time
@@ -9,7 +8,7 @@ import time
 import pytest
 import tiny
 from rich.console import Console
-from storing import FakeTarget, manifest, wants_of, write
+from storing import FakeTarget, fork, forked, manifest, wants_of, write
 
 from headtrain.data import produce
 from headtrain.data.meter import Meter
@@ -17,7 +16,6 @@ from headtrain.data.storage import Local
 from headtrain.data.store import FeatureStore, StoreWriter
 from headtrain.data.workers import Workers, _claim_file
 
-fork = multiprocessing.get_context("fork")
 ROWS = tiny.rows((24, 9, 33, 12, 40, 7, 21, 30, 25))
 
 
@@ -82,7 +80,7 @@ def test_of_many_processes_one_gets_each_shard(place):
             results.put([n for n in got if n is not None])
             all_are_through.wait(60)  # what a process leaves behind is taken over
 
-    processes = [fork.Process(target=work) for _ in range(8)]
+    processes = [forked(work) for _ in range(8)]
     for process in processes:
         process.start()
     got = [results.get(timeout=60) for _ in processes]
@@ -101,7 +99,7 @@ def test_a_process_that_is_gone_is_named_at_once_and_its_shard_taken_over_by_one
             ready.set()
             time.sleep(600)
 
-    process = fork.Process(target=work)
+    process = forked(work)
     process.start()
     assert ready.wait(30)
     with worker(place) as a, worker(place) as b:
@@ -127,7 +125,7 @@ def test_what_the_killed_left_is_cleared_away_by_the_next(place):
         worker(place).tell()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    dead = fork.Process(target=killed)
+    dead = forked(killed)
     dead.start()
     dead.join()
     assert [name for name in os.listdir(place) if name.startswith("worker-")]
@@ -199,7 +197,7 @@ def test_processes_fill_one_store_to_one_process_bytes_though_one_is_killed(plac
             fill(place, of, target, me)
             counts.put(len(calls))
 
-    processes = [fork.Process(target=work, args=(kill,)) for kill in (0, 2, 0)]
+    processes = [forked(work, kill) for kill in (0, 2, 0)]
     for process in processes:
         process.start()
     for process in processes:
