@@ -11,9 +11,10 @@ import math
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,7 @@ from .data.produce import fill, tokens_of
 from .data.sources import read_conversations
 from .data.storage import open_storage
 from .data.store import FeatureStore, StoreWriter
-from .data.stream import FeatureStream, produce
+from .data.stream import FeatureStream, produce, shard_sizes
 from .data.workers import Workers
 from .heads.catalog import build_head, parse_head
 from .metadata import TargetIdentity
@@ -45,10 +46,12 @@ from .types import Batch, Row, TargetShape, TargetWeights, Wants
 
 @dataclass
 class Rows:
-    """The rendered rows of one split and what was dropped on the way, as lines for people."""
+    """The rendered rows of one split; what became of the others, as lines for people; and how many were left out, by
+    reason."""
 
     rows: list[Row]
     report: list[str]
+    dropped: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -76,7 +79,8 @@ def plan_rows(recipe: Recipe, tokenizer: Any) -> dict[str, Rows]:
             system=settings.system,
         )
         rows, rendering = render_all(tokenizer, conversations, settings)
-        out[name] = Rows(rows, [*source.lines(), *rendering.lines()])
+        dropped = source.dropped() + Counter(reason for _, reason in rendering.dropped)
+        out[name] = Rows(rows, [*source.lines(), *rendering.lines()], dict(dropped))
     return out
 
 
@@ -205,8 +209,10 @@ def stream(recipe: Recipe, *, console: Console) -> None:
     fill_stores(recipe, target, wants, {name: split for name, split in rows.items() if name != "train"}, console)
     place, train = recipe.features_dir / "train", rows["train"]
     plan = plan_store(recipe, target, wants, train.rows, "train")
+    sizes, windows, seed = shard_sizes(plan, train.rows), windows_of(recipe, plan), recipe.train.seed
     budget = settings.keep_gb * 1e9 if settings.keep_gb else math.inf
-    with join(recipe, place, console) as workers:
+    keep, order = (None, None) if sum(sizes) <= budget else (round(budget), windows.name(seed))
+    with join(recipe, place, console, order, keep) as workers:
         writer = StoreWriter(workers.storage, plan, workers)
         needed = announce(console, recipe.features_dir, {"train": plan}, {"train": writer.todo()})
         check_disk(place, min(needed, round(budget) if settings.keep_gb else needed))
@@ -219,8 +225,9 @@ def stream(recipe: Recipe, *, console: Console) -> None:
                 plan.holds(wants),
                 meter,
                 batch_tokens=settings.batch_tokens,
-                windows=windows_of(recipe, plan),
-                seed=recipe.train.seed,
+                sizes=sizes,
+                windows=windows,
+                seed=seed,
                 budget=budget,
                 wait=settings.wait,
             )
@@ -249,11 +256,14 @@ def windows_of(recipe: Recipe, plan: Manifest) -> Windows | None:
     return None if size is None else Windows(plan.shards, size)
 
 
-def join(recipe: Recipe, place: Path | Url, console: Console) -> Workers:
-    """This process as a worker on the store in ``place``; the first of a launch looks after the others."""
+def join(
+    recipe: Recipe, place: Path | Url, console: Console, order: str | None = None, keep: int | None = None
+) -> Workers:
+    """This process as a worker on the store in ``place``; the first of a launch looks after the others. order, keep:
+    see ``Worker``."""
     rank = launched("RANK")
     loud = console if rank == 0 else Console(stderr=True, soft_wrap=True, highlight=False)
-    return Workers(open_storage(place), "capture", loud, recipe.features.timeout, rank, watch=rank == 0)
+    return Workers(open_storage(place), "capture", loud, recipe.features.timeout, rank, rank == 0, order, keep)
 
 
 def announce(console: Console, folder: Path | Url, plans: dict[str, Manifest], todo: dict[str, list[int]]) -> int:

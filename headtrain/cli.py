@@ -107,23 +107,39 @@ def train(
     fresh: Annotated[bool, typer.Option(help="start over; an earlier run is kept aside")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print an estimate and the resolved recipe only")] = False,
     gpus: Annotated[int | None, typer.Option(min=1, help="with --dry-run: what it takes on so many GPUs")] = None,
-    on: Annotated[str, typer.Option("--device", help="with --gpus: h100, h200, a100, l40s or rtx4090")] = "h100",
-    backend: Annotated[str, typer.Option(help="with --gpus: ddp, fsdp2, zero1, zero2 or zero3")] = "ddp",
-    network: Annotated[float, typer.Option(help="with --gpus: 1e9 bytes/s that a node sends")] = 400.0,
-    busy: Annotated[float, typer.Option(help="with --gpus: share of the peak that arithmetic reaches")] = 0.4,
+    on: Annotated[
+        str | None, typer.Option("--device", help="with --gpus: h100 (the default), h200, a100, l40s or rtx4090")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="with --gpus: ddp (the default), fsdp2, zero1, zero2 or zero3")
+    ] = None,
+    network: Annotated[
+        float | None, typer.Option(help="with --gpus: 1e9 bytes/s that a node sends; default: 400")
+    ] = None,
+    busy: Annotated[
+        float | None, typer.Option(help="with --gpus: share of the peak that arithmetic reaches; default: 0.4")
+    ] = None,
 ) -> None:
     """Train on this machine with one process. For several: accelerate launch ... -m headtrain.train RECIPE."""
     if gpus is not None and not dry_run:
         raise RecipeError("--gpus is for --dry-run; to train on several: accelerate launch ... -m headtrain.train")
+    paper = {"--device": on, "--backend": backend, "--network": network, "--busy": busy}
+    if gpus is None and (given := [name for name, value in paper.items() if value is not None]):
+        raise RecipeError(
+            f"{', '.join(given)}: says what --dry-run --gpus N counts for; give --gpus, or leave it out (to train with "
+            "a backend: accelerate launch --config_file recipes/backend/X.yaml -m headtrain.train RECIPE)"
+        )
     if dry_run:
         from .estimate import plan_lines
         from .scale import Cluster, scale
 
         of = load_recipe(recipe, overrides or [])
-        if gpus is not None:
-            cluster = Cluster.of(gpus, on, network=network, busy=busy)
-            out.print("\n".join([*scale(of, cluster, backend).lines(), ""]), markup=False)
-        out.print("\n".join(plan_lines(of)), markup=False)
+        if gpus is None:
+            out.print("\n".join(plan_lines(of)), markup=False)
+            return
+        more = {name: value for name, value in (("network", network), ("busy", busy)) if value is not None}
+        got = scale(of, Cluster.of(gpus, on or "h100", **more), backend or "ddp")
+        out.print("\n".join([*got.lines(), "", *plan_lines(got.recipe, got.plan)]), markup=False)
         return
     command = [sys.executable, "-m", "headtrain.train", str(recipe), *(overrides or [])]
     os.execv(sys.executable, [*command, *(["--fresh"] if fresh else [])])

@@ -30,9 +30,11 @@ RATES = {"0.2 TFLOP/s (two CPU cores)": 0.2e12, "330 TFLOP/s (a third of an H100
 @dataclass
 class Estimate:
     """Sizes in bytes. ``tokens`` and ``rows`` are counted where ``counted``; else estimated from the files' size, or
-    (``tokens_known`` false) stand for one million tokens. head_flops: of the whole training; target_flops: of the
+    (``tokens_known`` false) stand for one million tokens. dropped: rows left out of each split, by reason, where
+    counted. absent: what of data.train is not on this machine. target_here: the sizes are those of a local copy, not of
+    ``target.expect``. head_flops: of the whole training; target_flops: of the
     target's forwards (and backwards, where it is trained), without its attention scores (None where its parameters are
-    not known)."""
+    not known). head_shapes: of the trained tensors. batch_tokens and accumulation: the recipe's, of a step."""
 
     shape: TargetShape
     wants: Wants
@@ -41,11 +43,16 @@ class Estimate:
     supervised: int
     counted: bool
     tokens_known: bool
-    head_parameters: int
+    dropped: dict[str, dict[str, int]]
+    absent: list[str]
+    target_here: bool
+    head_shapes: list[tuple[int, ...]]
     target_bytes: int | None
     training_bytes: dict[str, int]
     feature_bytes: int
     steps: int
+    batch_tokens: int
+    accumulation: int
     epochs: float
     target_resident: bool
     target_split: str  # "" or how, for the line on memory
@@ -58,18 +65,22 @@ class Estimate:
         lines = [
             f"target      {self.shape.architecture}, H {self.shape.hidden_size:,}, {self.shape.num_layers} layers, "
             f"V {self.shape.vocab_size:,}"
-            + (f"; weights {human(self.target_bytes)}" if self.target_bytes is not None else ""),
+            + (f"; weights {human(self.target_bytes)}" if self.target_bytes is not None else "")
+            + ("" if self.target_here else "; as target.expect says, for target.path is no folder here"),
             f"head        {self.head_parameters / 1e6:,.1f} M trained parameters, drafts {self.wants.depth} deep, "
             f"reads hidden_states {layers} and the final feature at {self.wants.final} positions",
             f"data        {self.rows:,} rows, {self.tokens:,} tokens, {self.supervised:,} supervised ({how})"
             if self.tokens_known
-            else f"data        not at hand: the sizes below are for each {UNKNOWN_TOKENS:,} tokens",
+            else f"data        not at hand ({', '.join(self.absent)}): the sizes below are for each "
+            f"{UNKNOWN_TOKENS:,} tokens",
+            *self._left_out(),
             f"features    {human(self.feature_bytes)} on disk, {human(self.feature_bytes / (self.tokens or 1))} a token"
             if self.feature_bytes
             else "features    none on disk: computed while training",
-            f"steps       {self.steps:,} optimizer steps, {self.epochs:.2g} epochs"
+            f"steps       {self.steps:,} optimizer steps of {self.tokens_a_step:,} tokens (train.batch_tokens="
+            f"{self.batch_tokens} x train.accumulation={self.accumulation}), {self.epochs:.2g} epochs"
             + ("" if self.tokens_known else f" (for each {UNKNOWN_TOKENS:,} tokens)"),
-            f"memory      {human(sum(self.training_bytes.values()))} for training"
+            f"memory      {human(sum(self.training_bytes.values()))} for training in one process"
             + (f", and the target's own weights beside it{self.target_split}" if self.target_resident else "")
             + "; of it "
             + ", ".join(f"{name} {human(size)}" for name, size in self.training_bytes.items()),
@@ -80,6 +91,24 @@ class Estimate:
             + ("" if self.tokens_known else f" (for each {UNKNOWN_TOKENS:,} tokens)"),
         ]
         return lines
+
+    def _left_out(self) -> list[str]:
+        if not self.counted:
+            return ["left out    not known: that takes the rows and the target's tokenizer, as local files"]
+        return [
+            f"left out    {sum(reasons.values()):,} rows of data.{split}: "
+            + ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items(), key=lambda x: -x[1]))
+            for split, reasons in self.dropped.items()
+            if reasons
+        ] or ["left out    no row"]
+
+    @property
+    def head_parameters(self) -> int:
+        return sum(map(math.prod, self.head_shapes))
+
+    @property
+    def tokens_a_step(self) -> int:
+        return self.batch_tokens * self.accumulation
 
     @property
     def flops(self) -> float:
@@ -102,10 +131,10 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def plan_lines(recipe: Recipe) -> list[str]:
-    """What ``--dry-run`` prints: the estimate, and the recipe with every default."""
+def plan_lines(recipe: Recipe, plan: Estimate | None = None) -> list[str]:
+    """What ``--dry-run`` prints: the estimate (``plan``, if it was made already), and the recipe with every default."""
     resolved = recipe.model_dump(mode="json") | {"head": parse_head(recipe.head).model_dump(mode="json")}
-    return [*estimate(recipe).lines(), "", yaml.safe_dump(resolved, sort_keys=False).rstrip()]
+    return [*(plan or estimate(recipe)).lines(), "", yaml.safe_dump(resolved, sort_keys=False).rstrip()]
 
 
 def estimate(recipe: Recipe) -> Estimate:
@@ -118,7 +147,7 @@ def estimate(recipe: Recipe) -> Estimate:
         head = build_head(config, shape, None if size is None else torch.arange(size))
     wants = head.wants()
     check_depths(recipe.train.depth_schedule, wants.depth)
-    rows, tokens, supervised, counted, known = _data(recipe)
+    rows, tokens, supervised, dropped, absent = _data(recipe)
     train = recipe.train
     per_step = train.batch_tokens * train.accumulation
     steps = train.steps or max(1, round(train.epochs * tokens / per_step))
@@ -134,13 +163,18 @@ def estimate(recipe: Recipe) -> Estimate:
         rows=rows,
         tokens=tokens,
         supervised=supervised,
-        counted=counted,
-        tokens_known=known,
-        head_parameters=sum(p.numel() for p in head.trainable().values()),
+        counted=dropped is not None,
+        tokens_known=not absent,
+        dropped=dropped or {},
+        absent=absent,
+        target_here=locate(recipe.target).local,
+        head_shapes=[tuple(p.shape) for p in head.trainable().values()],
         target_bytes=_target_bytes(recipe),
         training_bytes=_training_bytes(recipe, head, shape, supervised / max(tokens, 1)),
         feature_bytes=features,
         steps=steps,
+        batch_tokens=train.batch_tokens,
+        accumulation=train.accumulation,
         epochs=steps * per_step / max(tokens, 1),
         target_resident=recipe.features.mode == "online",
         target_split=_target_split(recipe),
@@ -209,19 +243,21 @@ def _training_bytes(recipe: Recipe, head: DraftHead, shape: TargetShape, share: 
     }
 
 
-def _data(recipe: Recipe) -> tuple[int, int, int, bool, bool]:
-    """rows, tokens, supervised, counted, known."""
+def _data(recipe: Recipe) -> tuple[int, int, int, dict[str, dict[str, int]] | None, list[str]]:
+    """rows, tokens, supervised, dropped (None: not counted), and what of the training data is not on this machine."""
     specs = recipe.data.train
-    local = not any(spec.startswith("hub:") for spec in specs)
-    if local and locate(recipe.target).local:
-        planned = plan_rows(recipe, load_tokenizer(recipe.target))["train"]
-        return len(planned), planned.tokens, _supervised(planned), True, True
-    paths = [p for spec in specs if not spec.startswith("hub:") for p in _files(spec)]
-    if not local or not paths:
-        return 0, UNKNOWN_TOKENS, round(USUAL_SUPERVISED * UNKNOWN_TOKENS), False, False
+    remote = [spec for spec in specs if spec.startswith("hub:")]
+    if not remote and locate(recipe.target).local:
+        splits = plan_rows(recipe, load_tokenizer(recipe.target))
+        planned, dropped = splits["train"], {name: split.dropped for name, split in splits.items()}
+        return len(planned), planned.tokens, _supervised(planned), dropped, []
+    found = {spec: _files(spec) for spec in specs if spec not in remote}
+    if absent := [*remote, *(f"no file {spec}" for spec, paths in found.items() if not paths)]:
+        return 0, UNKNOWN_TOKENS, round(USUAL_SUPERVISED * UNKNOWN_TOKENS), None, absent
+    paths = [path for files in found.values() for path in files]
     lines = sum(p.read_bytes().count(b"\n") for p in paths if p.suffix == ".jsonl")
     tokens = round(sum(p.stat().st_size for p in paths) / CHARACTERS_PER_TOKEN)
-    return lines, tokens, round(USUAL_SUPERVISED * tokens), False, True
+    return lines, tokens, round(USUAL_SUPERVISED * tokens), None, []
 
 
 def _files(spec: str) -> list[Path]:

@@ -12,14 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from .config import Recipe, RecipeError
 from .data.manifest import human
 from .data.quantize import bytes_per_token
 from .estimate import Estimate, estimate
 from .evaluate.roofline import DEVICES, USABLE, Device
-from .heads.catalog import build_head, head_class, parse_head
 
 BACKENDS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")  # recipes/backend/NAME.yaml
 FP32 = 4
@@ -190,15 +187,18 @@ class TargetOnRanks:
 
 @dataclass(frozen=True)
 class Scale:
-    """A recipe on a cluster. memory, by what, and sent, by what in an optimizer step: bytes of a rank. micro:
-    micro-batches of a rank in a step. features_second: tokens that all GPUs' target forwards, none training beside
-    (None: its parameters are not known); tokens_second: that are trained on. stored: features come from disk;
-    target_fits: a device holds what a rank has of the target."""
+    """A recipe on a cluster. recipe, plan: what all figures are of; its ``train.accumulation`` is the one ``asked`` for
+    or, where ranks cannot share that, the next multiple of their number. memory, by what, and sent, by what in an
+    optimizer step: bytes of a rank. micro: micro-batches of a rank in a step. features_second: tokens that all GPUs'
+    target forwards, none training beside (None: its parameters are not known); tokens_second: that are trained on.
+    stored: features come from disk; target_fits: a device holds what a rank has of the target."""
 
+    recipe: Recipe
+    plan: Estimate
+    asked: int
     cluster: Cluster
     backend: str
     micro: int
-    tokens_a_step: int
     memory: dict[str, float]
     sent: dict[str, float]
     seconds: dict[str, float]
@@ -206,6 +206,10 @@ class Scale:
     token_bytes: float
     stored: bool
     target_fits: bool
+
+    @property
+    def tokens_a_step(self) -> int:
+        return self.plan.tokens_a_step
 
     @property
     def step_seconds(self) -> float:
@@ -225,19 +229,26 @@ class Scale:
         return sum(self.memory.values()) <= USABLE * self.cluster.device.memory_gb * 1e9
 
     def lines(self) -> list[str]:
-        c, of = self.cluster, self.cluster.device
+        c, of, accumulation = self.cluster, self.cluster.device, self.recipe.train.accumulation
         held = ", ".join(f"{name} {human(size)}" for name, size in self.memory.items())
         sent = ", ".join(f"{name} {human(size)}" for name, size in self.sent.items() if size) or "nothing"
         times = ", ".join(f"{name} {s / self.step_seconds:.0%}" for name, s in self.seconds.items() if s)
         lines = [
             f"scale       {c.gpus:,} x {of.name}, {c.node} a node, {self.backend}: {self.tokens_a_step:,} tokens a "
-            f"step (train.accumulation={self.micro * c.gpus}, {self.micro} a rank)",
+            f"step (train.accumulation={accumulation}, {self.micro} a rank)",
             f"a rank      holds {human(sum(self.memory.values()))} of {of.memory_gb:g} GB"
             + ("" if self.fits else f", which does not fit ({USABLE:.0%} are usable)")
             + f": {held}",
             f"sends       {human(sum(self.sent.values()))} a step: {sent}",
             f"training    {self.tokens_second:,.0f} tokens/s, {self.step_seconds:.3g} s a step: {times}",
         ]
+        if accumulation != self.asked:
+            lines.insert(
+                1,
+                f"rounded     the recipe's train.accumulation={self.asked} is no multiple of {c.gpus:,} ranks, which "
+                f"training refuses: all figures are for train.accumulation={accumulation}. Set it, and look at "
+                f"train.lr and the number of steps again: a step has {accumulation / self.asked:.3g} times the tokens",
+            )
         if self.features_second is not None:
             alone = " if it held the target, which does not fit" if self.stored and not self.target_fits else ""
             lines.append(f"features    {self.features_second:,.0f} tokens/s, every GPU doing nothing else{alone}")
@@ -250,15 +261,6 @@ class Scale:
             f"assumed     {c.busy:.0%} of {of.tflops:g} TFLOP/s, {c.sent:.0%} of {c.link:g} GB/s in a node and of "
             f"{c.network:g} GB/s from it",
         ]
-
-
-def head_shapes(recipe: Recipe, plan: Estimate) -> list[tuple[int, ...]]:
-    """Of the trained tensors; no memory is used."""
-    config = parse_head(recipe.head)
-    size = head_class(config.kind).uses_draft_vocab(config, plan.shape)
-    with torch.device("meta"):
-        head = build_head(config, plan.shape, None if size is None else torch.arange(size))
-    return [tuple(p.shape) for p in head.trainable().values()]
 
 
 def target_on_ranks(recipe: Recipe, plan: Estimate, cluster: Cluster) -> TargetOnRanks:
@@ -277,13 +279,16 @@ def target_on_ranks(recipe: Recipe, plan: Estimate, cluster: Cluster) -> TargetO
 
 
 def scale(recipe: Recipe, cluster: Cluster, backend: str = "ddp") -> Scale:
-    """Every rank has one micro-batch a step at least, so that the recipe's ``train.accumulation`` is made a multiple of
-    the GPUs. Raises what ``estimate`` raises, and RecipeError for what cannot be split so."""
+    """Every rank has one micro-batch a step at least, so that the recipe's ``train.accumulation`` is rounded up to a
+    multiple of the GPUs (see ``Scale``). Raises what ``estimate`` raises, and RecipeError for what cannot be split."""
     if backend not in BACKENDS:
         raise RecipeError(f"backend {backend!r}: expected one of {', '.join(BACKENDS)}")
-    plan, train, gpus = estimate(recipe), recipe.train, cluster.gpus
-    shapes, online = head_shapes(recipe, plan), recipe.features.mode == "online"
-    micro = math.ceil(train.accumulation / gpus)
+    gpus, asked = cluster.gpus, recipe.train.accumulation
+    micro = math.ceil(asked / gpus)
+    recipe = recipe.model_copy(deep=True)
+    recipe.train.accumulation = micro * gpus
+    plan, train = estimate(recipe), recipe.train
+    shapes, online = plan.head_shapes, recipe.features.mode == "online"
     share, features = plan.supervised / max(plan.tokens, 1), recipe.features
     form = "float32" if features.dtype == "int8" else features.dtype  # int8 is decoded when it is read
     counts = (plan.shape.hidden_size, len(plan.wants.layers))
@@ -314,10 +319,12 @@ def scale(recipe: Recipe, cluster: Cluster, backend: str = "ddp") -> Scale:
         sum(size for name, size in sent.items() if name.startswith("head")), gpus
     )
     return Scale(
+        recipe=recipe,
+        plan=plan,
+        asked=asked,
         cluster=cluster,
         backend=backend,
         micro=micro,
-        tokens_a_step=gpus * micro * train.batch_tokens,
         memory=memory,
         sent=sent,
         seconds=seconds,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headtrain.config import load_recipe
 from headtrain.estimate import estimate
-from headtrain.scale import BACKENDS, Cluster, head_memory, head_shapes, head_traffic, scale
+from headtrain.scale import BACKENDS, Cluster, head_memory, head_traffic, scale
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 README = RECIPES / "README.md"
@@ -80,7 +80,7 @@ def heads() -> list[str]:
     ]
     for name in dict.fromkeys(name for name, *_ in ROWS):
         recipe = load_recipe(RECIPES / f"{name}.yaml")
-        shapes = head_shapes(recipe, estimate(recipe))
+        shapes = estimate(recipe).head_shapes
         for backend in BACKENDS:
             cells = []
             for gpus in GPUS:

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from headtrain.capture import plan_rows
-from headtrain.config import JointSection, Recipe, load_recipe
+from headtrain.config import ExpectedShape, JointSection, Recipe, load_recipe
 from headtrain.estimate import duration, estimate, plan_lines, scaled
 from headtrain.heads.catalog import build_head, parse_head
 from headtrain.target.load import load_tokenizer
@@ -122,7 +122,7 @@ def test_every_recipe_parses_and_dry_runs_without_the_hub(path, monkeypatch):
     assert 0.05 * 6 * plan.head_parameters < plan.head_flops / trained < 6 * plan.wants.depth * every
     assert plan.target_flops > 2e9 / 8 * 1e5
     lines = plan_lines(recipe)
-    assert lines[: len(plan.lines())] == plan.lines() and "arithmetic" in lines[6]
+    assert lines[: len(plan.lines())] == plan.lines() and "arithmetic" in lines[7]
     shown = yaml.safe_load(lines[-1])
     assert Recipe.model_validate(shown).train == recipe.train
     assert shown["head"] == parse_head(recipe.head).model_dump(mode="json")
@@ -217,6 +217,45 @@ def test_the_target_runs_once_over_stored_features_and_every_epoch_without(tiny_
     made.target.expect.hidden_size = 65
     with pytest.raises(TargetError, match="hidden_size: expected 65, found 64"):
         estimate(made)
+
+
+def test_the_dry_run_counts_what_is_left_out_by_reason(tiny_recipe, tmp_path):
+    """The counts are the rows that training would not see; what is not known is not called none."""
+    tiny_recipe.data.max_length, tiny_recipe.data.bad_lines = 200, "skip"
+    answers = ["word " * 400] * 3 + ["", "fine, thank you"]
+    rows = [[("user", "Hello!"), ("assistant", answer)] for answer in answers]
+    rows += [[("user", "nobody answers")], [("narrator", "once")], [("assistant", "unasked")]]
+    lines = [json.dumps({"messages": [{"role": r, "content": c} for r, c in row]}) for row in rows]
+    (tmp_path / "mixed.jsonl").write_text("\n".join([*lines, "{broken", '"no object"']) + "\n")
+    tiny_recipe.data.eval, tiny_recipe.data.train = tiny_recipe.data.train, [str(tmp_path / "mixed.jsonl")]
+    plan = estimate(tiny_recipe)
+    assert plan.rows == 1 and plan.dropped["eval"] == {}
+    assert plan.dropped["train"] == {
+        "longer than data.max_length=200": 3, "no assistant turn": 2, "damaged": 2, "unknown role 'narrator'": 1,
+        "no user turn left": 1,
+    }  # fmt: skip
+    (line,) = [x for x in plan.lines() if x.startswith("left out")]
+    assert line.startswith("left out    9 rows of data.train: 3 longer than data.max_length=200, 2 ")
+    tiny_recipe.data.train, tiny_recipe.data.eval = tiny_recipe.data.eval, tiny_recipe.data.train
+    assert [x for x in estimate(tiny_recipe).lines() if x.startswith("left out")] == [
+        line.replace("data.train", "data.eval")
+    ]
+    tiny_recipe.data.eval = []
+    assert "left out    no row" in estimate(tiny_recipe).lines()
+    tiny_recipe.target.expect = ExpectedShape(**vars(plan.shape))
+    tiny_recipe.target.path = "nobody/nothing"
+    unknown = "\n".join(estimate(tiny_recipe).lines())
+    assert "left out    not known" in unknown and "as target.expect says" in unknown
+
+
+def test_data_that_is_not_there_is_named(tiny_recipe, tmp_path):
+    """Where the target is not at hand, so that rows are not read."""
+    tiny_recipe.target.expect = ExpectedShape(**vars(estimate(tiny_recipe).shape))
+    tiny_recipe.target.path = "nobody/nothing"
+    tiny_recipe.data.train += [str(tmp_path / "typo.jsonl"), "hub:some/set"]
+    plan = estimate(tiny_recipe)
+    assert plan.absent == ["hub:some/set", f"no file {tmp_path / 'typo.jsonl'}"] and not plan.tokens_known
+    assert f"data        not at hand (hub:some/set, no file {tmp_path / 'typo.jsonl'})" in "\n".join(plan.lines())
 
 
 def test_units():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import math
 import os
 from pathlib import Path
 
@@ -12,9 +11,11 @@ import pytest
 import ranks
 import tiny
 import torch
+import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
+from headtrain import scale as scale_module
 from headtrain.cli import app
 from headtrain.config import RecipeError, TargetSection, load_recipe
 from headtrain.estimate import estimate
@@ -25,11 +26,11 @@ from headtrain.scale import (
     all_reduced,
     gathered,
     head_memory,
-    head_shapes,
     head_traffic,
     part,
     scale,
 )
+from headtrain.train.trainer import check_accumulation
 from headtrain.types import Batch, Wants
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -288,10 +289,46 @@ def recipe(name: str, *overrides: str):
     return load_recipe(ROOT / f"recipes/{name}.yaml", list(overrides))
 
 
+@pytest.mark.parametrize(("gpus", "planned"), [(4, 4), (2, 4), (64, 64), (3, 6)])
+def test_both_halves_of_the_dry_run_have_one_batch(monkeypatch, gpus, planned):
+    """The recipe has train.accumulation 4. Everything printed is of what ``planned`` says, the recipe included, and
+    where that is not what was asked for the output says so."""
+    monkeypatch.chdir(ROOT)
+    command = ["train", "recipes/llama-3.1-8b-eagle3.yaml", "--dry-run", "--gpus", str(gpus)]
+    first, second = CliRunner().invoke(app, command, catch_exceptions=False).output.split("\n\n", 1)
+    second, shown = second.split("\n\n", 1)
+    step = f"{planned * 8192:,} tokens"
+    assert f"{step} a step (train.accumulation={planned}, {planned // gpus} a rank)" in first
+    assert f"optimizer steps of {step} (train.batch_tokens=8192 x train.accumulation={planned})" in second
+    train = yaml.safe_load(shown)["train"]
+    assert (train["accumulation"], train["batch_tokens"]) == (planned, 8192)
+    check_accumulation(recipe("llama-3.1-8b-eagle3", f"train.accumulation={planned}").train, gpus)  # as it says
+    told = f"train.accumulation=4 is no multiple of {gpus} ranks, which training refuses" in first
+    assert told == (planned != 4)
+
+
+@pytest.mark.parametrize("option", ["--device", "--backend", "--network", "--busy"])
+def test_an_option_for_gpus_without_gpus_is_refused(option):
+    value = {"--device": "h100", "--backend": "ddp", "--network": "400", "--busy": "0.4"}[option]  # also the defaults
+    for more in ([], ["--dry-run"]):
+        got = CliRunner().invoke(app, ["train", str(ROOT / "recipes/quickstart.yaml"), option, value, *more])
+        assert isinstance(got.exception, RecipeError) and f"{option}: says what --dry-run --gpus N" in str(
+            got.exception
+        )
+
+
+def test_the_head_is_built_once(monkeypatch):
+    from headtrain import estimate as module
+
+    built = []
+    monkeypatch.setattr(module, "build_head", lambda *args, build=module.build_head: built.append(1) or build(*args))
+    scale(recipe("llama-3.1-8b-eagle3"), Cluster.of(64))
+    assert built == [1] and not hasattr(scale_module, "build_head")
+
+
 def test_an_online_recipe_adds_up():
     of = recipe("llama-3.1-8b-eagle3")
     plan, got = estimate(of), scale(of, Cluster.of(64))
-    assert sum(map(math.prod, head_shapes(of, plan))) == plan.head_parameters
     assert (got.micro, got.tokens_a_step) == (1, 64 * 8192)
     assert got.sent == {"head's all-reduce": 2 * 63 / 64 * 4 * plan.head_parameters, "target's forward": 0}
     assert got.memory["target: layers"] + got.memory["target: embedding and lm_head"] == plan.target_bytes
@@ -300,11 +337,13 @@ def test_an_online_recipe_adds_up():
     forward = 8192 * 2 * 8030261248 / (0.4 * 989e12)
     assert got.features_second == pytest.approx(64 * 8192 / forward)
     assert got.seconds["target"] == pytest.approx(forward)
-    assert got.seconds["head"] == pytest.approx(plan.head_flops / plan.steps / 4 / (0.4 * 989e12))
+    assert got.seconds["head"] == pytest.approx(
+        plan.head_flops / plan.steps / 4 / (0.4 * 989e12)
+    )  # 4 micro-batches a step
     assert got.seconds["exchange of gradients"] == pytest.approx(got.sent["head's all-reduce"] / (0.8 * 400e9))
     assert got.tokens_second == pytest.approx(got.tokens_a_step / sum(got.seconds.values()))
     assert scale(of, Cluster.of(1)).sent == {"target's forward": 0} and scale(of, Cluster.of(1)).micro == 4
-    assert scale(of, Cluster.of(3)).micro == 2
+    assert scale(of, Cluster.of(3)).micro == 2 and of.train.accumulation == 4  # the recipe given is not changed
 
 
 def test_stored_features_are_read_and_the_target_is_away():
@@ -314,7 +353,8 @@ def test_stored_features_are_read_and_the_target_is_away():
     assert not any(name.startswith("target:") for name in got.memory) and "target" not in got.seconds
     assert got.token_bytes == pytest.approx(plan.feature_bytes / plan.tokens, rel=1e-6)
     assert got.read_per_node == pytest.approx(got.tokens_second * got.token_bytes / 8)
-    assert "which does not fit" in got.lines()[4] and got.lines()[5].startswith("disk")
+    features, disk = got.lines()[5:7]
+    assert "which does not fit" in features and disk.startswith("disk")
 
 
 def test_a_split_recipe():

@@ -30,6 +30,7 @@ ROLES = {
     **dict.fromkeys(("function", "observation", "tool_response", "function_response"), "tool"),
 }
 MESSAGE_KEYS = ("messages", "conversations", "conversation")
+ROW_DROPPED = ": row dropped"  # how the name of a rule ends by which a row gives no conversation
 
 
 class RowError(ValueError):
@@ -67,11 +68,11 @@ def from_row(
     messages = [_message(m, n) for n, m in enumerate(_raw_messages(row), 1)]
     unknown = [m["role"] for m in messages if m["role"] not in ROLES]
     if unknown:
-        rules[f"unknown role {unknown[0]!r}: row dropped"] += 1
+        rules[f"unknown role {unknown[0]!r}{ROW_DROPPED}"] += 1
         return None
     messages = _apply_rules([{**m, "role": ROLES[m["role"]]} for m in messages], rules)
     if not any(m["role"] == "user" for m in messages):
-        rules["no user turn left: row dropped"] += 1
+        rules[f"no user turn left{ROW_DROPPED}"] += 1
         return None
     if messages[0]["role"] not in ("system", "developer"):
         own = row.get("system")

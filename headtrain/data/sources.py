@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from . import DataError
-from .conversations import Conversation, RowError, from_row
+from .conversations import ROW_DROPPED, Conversation, RowError, from_row
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 _GAP = re.compile(r"[\s,]*")
@@ -51,6 +51,11 @@ class SourceReport:
     @property
     def kept(self) -> int:
         return sum(kept for _, kept in self.files.values())
+
+    def dropped(self) -> Counter[str]:
+        """Rows that were read and gave no conversation, by reason."""
+        rules = {rule.removesuffix(ROW_DROPPED): n for rule, n in self.rules.items() if rule.endswith(ROW_DROPPED)}
+        return Counter(rules | ({"damaged": len(self.damage)} if self.damage else {}))
 
     def lines(self, shown: int = 5) -> list[str]:
         """A short table for people: one line a file, rule and damage (the first ``shown`` of them)."""
