@@ -134,7 +134,7 @@ class Loader:
         closed = threading.Event()
         stream = self.source if isinstance(self.source, FeatureStream) else None
         if stream is not None:
-            stream.open(self.visit_of(first))
+            stream.open(self.visit_of(first), self.windows.name(self.seed))
 
         def put(item: object) -> bool:
             while not closed.is_set():

@@ -60,6 +60,10 @@ class Windows:
     def shards(self) -> int:
         return len(self.cuts) - 1
 
+    def name(self, seed: int) -> str:
+        """All that fixes the order, for people and to be compared."""
+        return f"train.seed {seed}, features.window {self.size}, {self.shards} shards"
+
     def order(self, seed: int, epoch: int) -> list[int]:
         """The shards in this epoch's order."""
         generator = torch.Generator().manual_seed(_mix(seed, epoch, "shards"))

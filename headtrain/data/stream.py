@@ -80,26 +80,28 @@ class FeatureStream:
         self._workers: Workers | None = None
         self._closed = threading.Event()
 
-    def open(self, visit: int) -> None:
-        """Tell capture that training is there and will read from ``visit`` on."""
+    def open(self, visit: int, order: str) -> None:
+        """Tell capture that training is there and will read from ``visit`` on, in this ``Windows.name``. Raises
+        StoreError where a capture goes by another."""
         self._closed.clear()
-        self._workers = Workers(
-            self.storage, "training", self._console, self._timeout, self._rank, watch=self._rank == 0
+        workers = Workers(
+            self.storage, "training", self._console, self._timeout, self._rank, watch=self._rank == 0, order=order
         )
-        self._workers.me.at = visit
-        for worker in self._workers.look():  # of an earlier run
+        workers.me.at = visit
+        for worker in workers.look():  # of an earlier run
             if worker.finished:
                 self.storage.delete(f"worker-{worker.id}.json")
-        self._workers.__enter__()
+        self._workers = workers.__enter__()
 
     def reach(self, visit: int) -> None:
         """Shards of earlier visits are not needed any more."""
-        if self._workers is None or visit == self._workers.me.at:
+        workers = self._workers  # ``close`` may take it away in another thread
+        if workers is None or visit == workers.me.at:
             return
         if self._store is not None:
             for number in self._store.opened():
                 self._store.forget(number)
-        self._workers.tell(at=visit)
+        workers.tell(at=visit)
         if self._rank == 0:
             self.storage.write(POSITION, str(visit).encode(), sync=False)
 
@@ -133,16 +135,16 @@ class FeatureStream:
                     self._store.forget(number)
 
     def _await(self, name: str, what: str) -> None:
-        since, place = time.monotonic(), f"waiting for {what}"
+        since, place, workers = time.monotonic(), f"waiting for {what}", self._workers
         while name not in self.storage.names():
-            if self._workers is None:
+            if workers is None:
                 raise StoreError(f"{self.storage}: {what} is not there")
-            if self._workers.me.place != place:
-                self._workers.tell(place=place)
-            if any(worker.role == "capture" for worker in self._workers.look()):
+            if workers.me.place != place:
+                workers.tell(place=place)
+            if any(worker.role == "capture" for worker in workers.look()):
                 since = time.monotonic()
             elif time.monotonic() - since > self._wait:
-                died = f" ({self._workers.dead[-1]})" if self._workers.dead else ""
+                died = f" ({workers.dead[-1]})" if workers.dead else ""
                 raise StoreError(
                     f"{self.storage}: {what} is missing and no capture has been running for {self._wait:g} s{died}; "
                     "start `python -m headtrain.capture` with the same recipe, then this again"
@@ -160,6 +162,7 @@ def produce(
     meter: Meter,
     *,
     batch_tokens: int,
+    sizes: Sequence[int],
     windows: Windows,
     seed: int,
     budget: float = math.inf,
@@ -168,9 +171,10 @@ def produce(
     """Capture what training needs next, in its order, with at most ``budget`` bytes of shards on the disk; together
     with any number of other processes. Returns when training has finished, or all shards are there and may stay.
 
-    wait: seconds that training is waited for when there is nothing else to do. Raises StoreError.
+    sizes: ``shard_sizes``. wait: seconds that training is waited for when there is nothing else to do. Raises
+    StoreError.
     """
-    sizes, lengths = shard_sizes(writer.manifest, rows), [len(row) for row in rows]
+    lengths = [len(row) for row in rows]
     check_budget(sizes, windows.size, budget)
     past = {worker.id for worker in workers.look() if worker.finished}
     at, known, paused, since = _position(writer.storage), writer.complete(), False, time.monotonic()

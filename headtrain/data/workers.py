@@ -26,6 +26,7 @@ from typing import Literal
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
+from .manifest import StoreError, human
 from .storage import Storage
 
 BEAT = 5.0  # seconds between signs of life, or an eighth of the timeout where that is less
@@ -36,8 +37,9 @@ Role = Literal["capture", "training"]
 
 
 class Worker(BaseModel):
-    """What a process says about itself. at: the first visit of a shard (see ``order``) that training still needs.
-    finished: training came to its end and is gone."""
+    """What a process says about itself. order: of the shards, in words, that training reads them in or a capture within
+    ``keep`` bytes captures and deletes them in; None of a capture that keeps all. at: the first visit of a shard (see
+    ``order``) that training still needs. finished: training came to its end and is gone."""
 
     id: str
     role: Role
@@ -46,6 +48,8 @@ class Worker(BaseModel):
     pid: int
     machine: str
     started: str
+    order: str | None = None
+    keep: int | None = None
     beat: int = 0
     place: str = "starting"
     at: int = 0
@@ -55,13 +59,35 @@ class Worker(BaseModel):
     def name(self) -> str:
         return f"{self.role} rank {self.rank} ({self.host}, process {self.pid})"
 
+    @property
+    def way(self) -> str:
+        if self.role == "training":
+            return f"reads shards in the order of {self.order}"
+        if self.keep is None:
+            return "captures all shards and keeps them"
+        return f"keeps {human(self.keep)} of shards in the order of {self.order}"
+
+    def agrees(self, other: Worker) -> bool:
+        """Whether neither waits for shards that the other deletes."""
+        keeps = {worker.keep for worker in (self, other) if worker.role == "capture"}
+        return keeps <= {None} or (len(keeps) == 1 and self.order == other.order)
+
 
 class Workers:
     """This process among the workers of a store; use as a context. ``rank`` is the launcher's. watch: look at the
-    others at every sign of life, and say who died; else only where ``look`` is called."""
+    others at every sign of life, and say who died; else only where ``look`` is called. order, keep: see ``Worker``;
+    entering raises StoreError where another worker's do not go with them."""
 
     def __init__(
-        self, storage: Storage, role: Role, console: Console, timeout: float, rank: int = 0, watch: bool = True
+        self,
+        storage: Storage,
+        role: Role,
+        console: Console,
+        timeout: float,
+        rank: int = 0,
+        watch: bool = True,
+        order: str | None = None,
+        keep: int | None = None,
     ) -> None:
         self.storage, self.console, self.timeout, self.watch = storage, console, timeout, watch
         self.me = Worker(
@@ -72,6 +98,8 @@ class Workers:
             pid=os.getpid(),
             machine=_machine(),
             started=_started(os.getpid()) or "",
+            order=order,
+            keep=keep,
         )
         self.dead: list[str] = []  # names of those that died, as they were noticed
         self._seen: dict[str, tuple[int, float]] = {}  # id -> last beat, and when it was noticed
@@ -80,20 +108,36 @@ class Workers:
 
     def __enter__(self) -> Workers:
         self.tell()
-        if self.watch:
-            self.look()  # and clear away those that were killed before
+        try:
+            self._check_order(self.look())  # told first: of two that start at once, one at least sees the other
+        except BaseException:
+            self.storage.delete(f"worker-{self.me.id}.json")
+            raise
         self._thread.start()
         return self
 
+    def _check_order(self, others: list[Worker]) -> None:
+        for other in others:
+            if not other.finished and not self.me.agrees(other):
+                raise StoreError(
+                    f"{self.storage}: {other.name} {other.way}, but this {self.me.role} {self.me.way}: each would wait "
+                    "for shards that the other does not need. Start both with the same train.seed, features.window, "
+                    "features.shard_tokens and features.keep_gb, or give this one another features.dir (what was "
+                    f"killed on another machine is forgotten after {self.timeout:g} s)"
+                )
+
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        with self._lock:  # no sign of life after the last one: it would stay
+            self._over.set()
         self._thread.join()
         if not self.me.finished:
             self.storage.delete(f"worker-{self.me.id}.json")
 
     def tell(self, **changes: object) -> None:
-        """A sign of life, at once, with changes of what this process says about itself."""
+        """A sign of life, at once, with changes of what this process says about itself; nothing once it has left."""
         with self._lock:
+            if self._over.is_set():
+                return
             self.me = self.me.model_copy(update=changes | {"beat": self.me.beat + 1})
             self.storage.write(f"worker-{self.me.id}.json", self.me.model_dump_json().encode(), sync=False)
 

@@ -63,8 +63,10 @@ def loader(source, **more):
     return Loader(source, 80, SEED, windows=WINDOWS, **more)
 
 
-def run_capture(place, target, out=None, budget=BUDGET, wait=30.0, timeout=60.0):
-    with Workers(Local(place), "capture", out or console(), timeout) as me:
+def run_capture(place, target, out=None, budget=BUDGET, wait=30.0, timeout=60.0, windows=WINDOWS, seed=SEED):
+    """``capture.stream`` without a recipe."""
+    binding = dict(order=windows.name(seed), keep=budget) if budget < sum(SIZES) else {}
+    with Workers(Local(place), "capture", out or console(), timeout, **binding) as me:
         writer = StoreWriter(me.storage, PLAN, me)
         produce(
             writer,
@@ -74,8 +76,9 @@ def run_capture(place, target, out=None, budget=BUDGET, wait=30.0, timeout=60.0)
             wants_of(PLAN),
             Meter(console(), PLAN.tokens),
             batch_tokens=1,  # rows alone, as ``write`` captures them
-            windows=WINDOWS,
-            seed=SEED,
+            sizes=SIZES,
+            windows=windows,
+            seed=seed,
             budget=budget,
             wait=wait,
         )
@@ -214,7 +217,7 @@ def test_ranks_are_waited_for_by_the_slowest(place, whole, target):
     """Rank 1 stays at its first micro-batch: its shards stay, however far rank 0 reads ahead."""
     process = capturing(place, target, budget=BUDGET)
     slow = stream(place, rank=1)
-    slow.open(0)
+    slow.open(0, WINDOWS.name(SEED))
     rank0, stored = loader(stream(place, wait=2.0), rank=0, ranks=2), FeatureStore(whole)
     reading, read = rank0.batches(0), 0
     limit = WINDOWS.wanted(0, SEED, SIZES, BUDGET)
@@ -231,6 +234,57 @@ def test_ranks_are_waited_for_by_the_slowest(place, whole, target):
     reading.close()
     process.kill()
     process.join()
+
+
+# ---- another order
+
+
+OTHERS = {"seed": dict(seed=4), "window": dict(windows=Windows(PLAN.shards, 3)), "budget": dict(budget=BUDGET + 1)}
+
+
+@pytest.mark.parametrize("what", ["seed", "window"])
+def test_a_capture_of_another_order_than_the_training_there_is_refused(place, target, what):
+    """Whichever comes second, also when it is started again while the other one goes on; with both values."""
+    training = stream(place)
+    training.open(0, WINDOWS.name(SEED))
+    with pytest.raises(StoreError) as error:
+        run_capture(place, target, **OTHERS[what])
+    other = OTHERS[what].get("windows", WINDOWS).name(OTHERS[what].get("seed", SEED))
+    for part in (WINDOWS.name(SEED), other, "training rank 0 (", "same train.seed, features.window", "features.dir"):
+        assert part in str(error.value)
+    assert len(list(place.glob("worker-*"))) == 1
+    training.close(finished=False)
+    assert not list(place.glob("worker-*"))
+
+
+def test_a_training_of_another_order_than_the_capture_there_is_refused(place, target):
+    process = capturing(place, target)
+    until(lambda: list(place.glob("worker-*.json")))
+    batches = Loader(stream(place), 80, SEED + 1, windows=WINDOWS).batches(0)
+    with pytest.raises(StoreError, match=rf"capture .* {WINDOWS.name(SEED)}, but this training .* {WINDOWS.name(4)}:"):
+        next(batches)
+    assert len(list(loader(stream(place)).batches(0, 3))) == 3  # nothing is left in the way of the right one
+    process.join(30)
+    assert process.exitcode == 0
+
+
+def test_captures_that_would_delete_each_others_shards_are_refused(place, target):
+    process = capturing(place, target)
+    until(lambda: list(place.glob("worker-*.json")))
+    for other in (*OTHERS.values(), dict(budget=math.inf)):
+        with pytest.raises(StoreError, match=r"capture rank 0 .* keeps .* of shards in the order of"):
+            run_capture(place, target, **other)
+    process.kill()
+    process.join()
+
+
+def test_where_all_is_kept_any_order_may_read(place, target):
+    run_capture(place, target, budget=math.inf)
+    mine, other = stream(place), Loader(stream(place), 80, SEED + 1, windows=WINDOWS)
+    mine.open(0, WINDOWS.name(SEED))
+    run_capture(place, target, budget=math.inf, seed=7)
+    assert len(list(other.batches(0, 3))) == 3
+    mine.close(finished=False)
 
 
 # ---- death

@@ -167,6 +167,14 @@ def test_a_slow_one_that_gives_signs_of_life_is_not_given_up(place):
         assert me.take([0]) is None and said(me) == ""
 
 
+def test_one_that_has_left_gives_no_more_signs_of_life(place):
+    """Its file would live as long as its process: a capture would wait for a training that is not there."""
+    with worker(place) as me:
+        pass
+    me.tell(at=3)  # from a thread that did not know
+    assert not list(place.iterdir())
+
+
 # ---- filling a store
 
 
