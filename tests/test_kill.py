@@ -208,7 +208,7 @@ def files(run: Path) -> dict[str, str]:
             text = json.dumps([{k: v for k, v in x.items() if "second" not in k} for x in lines]).encode()
         if path.name == checkpoint.TRAINER_FILE:
             trainer = json.loads(text)
-            trainer["progress"]["seconds"] = 0
+            trainer["progress"]["seconds"] = trainer["sha256"] = 0
             text = json.dumps(trainer).encode()
         if path.name == "recipe.yaml":
             text = text.replace(str(run).encode(), b"RUN")

@@ -1,9 +1,9 @@
 """Checkpoints: whole or not there, verified when read, never a pickle.
 
 ``RUN/checkpoints/step-000200/`` holds head.safetensors and headtrain.json (this project's own form of a head),
-optimizer.safetensors and trainer.json: the trainer's counters, what the run was made from, and a sha256 of each of
-the other files. A folder is written under a temporary name, fsynced and renamed. ``best.json`` beside the folders
-names the best one; the last one is the highest step.
+optimizer.safetensors and trainer.json: the trainer's counters, what the run was made from, a sha256 of each of the
+other files and one of all that itself. A folder is written under a temporary name, fsynced and renamed. The last one
+is the highest step, and its counters say which one is the best.
 
 No random-generator state is kept: the trainer seeds every micro-batch from (seed, global micro-batch index).
 """
@@ -21,7 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import Recipe
+from .. import vocab
+from ..config import Recipe, digest
 from ..heads.base import DraftHead
 from ..heads.io import FILE as HEAD_FILE
 from ..heads.io import load_strict, read_tensors, save_head, save_tensors
@@ -30,9 +31,9 @@ from ..target import adapter
 from . import lora
 from .joint import Joint
 
-OPTIMIZER_FILE, TRAINER_FILE, BEST_FILE = "optimizer.safetensors", "trainer.json", "best.json"
+OPTIMIZER_FILE, TRAINER_FILE = "optimizer.safetensors", "trainer.json"
 MERGED = "merged"  # folder of the adapted target, where ``train.joint.save`` asks for it
-FORMAT = 1
+FORMAT = 2
 # What the result of training does not depend on; everything else must be the same at resume.
 _NOT_TRAINING = {"eval_every", "save_every", "keep", "log_every", "trackers", "max_bad_steps"}
 
@@ -93,9 +94,13 @@ def steps(root: Path) -> dict[int, Path]:
     found = {}
     for folder in root.glob("step-*"):
         match = re.fullmatch(r"step-(\d+)", folder.name)
-        if match and folder.is_dir():
+        if match and folder.name == name_of(int(match[1])) and folder.is_dir():
             found[int(match[1])] = folder
     return dict(sorted(found.items()))
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def find(run: str | Path, which: str = "best") -> Path:
@@ -108,10 +113,11 @@ def find(run: str | Path, which: str = "best") -> Path:
     found = steps(root)
     if not found:
         raise CheckpointError(f"no checkpoint under {root}; train first")
+    last = list(found.values())[-1]
     if which == "last":
-        return list(found.values())[-1]
+        return last
     if which == "best":
-        return found.get(_best_step(root), list(found.values())[-1])
+        return found.get(_best_step(last), last)
     if which.isdigit() and int(which) in found:
         return found[int(which)]
     raise CheckpointError(f"no checkpoint {which!r} under {root}; expected best, last or one of {list(found)}")
@@ -125,11 +131,14 @@ def find_sound(run: Path) -> Path:
     return folder
 
 
-def _best_step(root: Path) -> int:
+def _best_step(last: Path) -> int:
+    """0: none was better than others, or the folder was moved here without its trainer.json."""
+    if not (last / TRAINER_FILE).is_file():
+        return 0
     try:
-        return int(json.loads((root / BEST_FILE).read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return -1
+        return _trainer(last)["progress"]["best_step"]
+    except CheckpointError as error:
+        raise CheckpointError(f"which checkpoint is the best is not known: {error}. {_hint(last)}") from None
 
 
 def save(
@@ -139,42 +148,54 @@ def save(
     optimizer: dict[str, Tensor],
     progress: Progress,
     origin: dict[str, Any],
-    keep: int,
     joint: Joint | None = None,
 ) -> Path:
-    """Write the checkpoint of ``progress.step``, then remove all but the newest ``keep`` and the best. joint: the
-    target's adapter is written, too, and where its section says so the whole adapted target.
+    """Write the checkpoint of ``progress.step``. joint: the target's adapter is written, too, and where its section
+    says so the whole adapted target.
 
     Raises CheckpointError where it cannot be written; earlier checkpoints are untouched then.
     """
-    folder = root / f"step-{progress.step:06d}"
-    if not folder.exists():
-        temporary = root / f".tmp-{folder.name}"
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            save_head(temporary, head, metadata)
-            if lora.adapted(head):
-                save_tensors(temporary / lora.FILE, lora.state(head))
-            if optimizer:
-                save_tensors(temporary / OPTIMIZER_FILE, optimizer)
-            if joint:
-                _save_adapter(temporary, joint)
-            found = sorted(p for p in temporary.rglob("*") if p.is_file())
-            files = {p.relative_to(temporary).as_posix(): file_sha256(p) for p in found}
-            trainer = {"format": FORMAT, "progress": vars(progress), "files": files, "made_from": origin}
-            write_json(temporary / TRAINER_FILE, trainer)
-            _fsync_folder(temporary)
-            os.rename(temporary, folder)
-            _fsync_folder(root)
-        except Exception as error:  # safetensors reports a full disk as its own SafetensorError
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(_why_not_saved(error, folder)) from error
-    if progress.best_step:
-        write_json(root / BEST_FILE, {"step": progress.best_step, "tau": progress.best_tau})
-    for step, old in list(steps(root).items())[:-keep]:
-        if step != progress.best_step:
-            shutil.rmtree(old)
+    folder = root / name_of(progress.step)
+    temporary = root / f".tmp-{folder.name}"
+    if os.path.lexists(folder):
+        raise CheckpointError(
+            f"{folder} is there already, and this run did not write it: does another one write into {root}? Stop that, "
+            f"move {folder} away and run the same command again."
+        )
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        save_head(temporary, head, metadata)
+        if lora.adapted(head):
+            save_tensors(temporary / lora.FILE, lora.state(head))
+        if optimizer:
+            save_tensors(temporary / OPTIMIZER_FILE, optimizer)
+        if joint:
+            _save_adapter(temporary, joint)
+        found = sorted(p for p in temporary.rglob("*") if p.is_file())
+        files = {p.relative_to(temporary).as_posix(): file_sha256(p) for p in found}
+        trainer = {"format": FORMAT, "progress": vars(progress), "files": files, "made_from": origin}
+        write_json(temporary / TRAINER_FILE, trainer | {"sha256": digest(trainer)})
+        _fsync_folder(temporary)
+        os.rename(temporary, folder)
+        _fsync_folder(root)
+    except Exception as error:  # safetensors reports a full disk as its own SafetensorError
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(_why_not_saved(error, folder)) from error
     return folder
+
+
+def prune(root: Path, keep: int, best_step: int) -> None:
+    """Remove all but the newest ``keep`` and the best."""
+    for step, old in list(steps(root).items())[:-keep]:
+        if step != best_step:
+            remove(old)
+
+
+def remove(folder: Path) -> None:
+    """Under a name that ``clean`` knows, so that what a kill leaves is not taken for a checkpoint."""
+    gone = folder.with_name(f".tmp-gone-{folder.name}")
+    os.rename(folder, gone)
+    shutil.rmtree(gone)
 
 
 def _save_adapter(folder: Path, joint: Joint) -> None:
@@ -205,10 +226,38 @@ def clean(root: Path) -> list[str]:
     return [p.name for p in left]
 
 
-def check_same_run(folder: Path, origin: dict[str, Any]) -> None:
-    """Raises CheckpointError, naming each differing key with both values, unless the checkpoint comes from the same
-    recipe, data and target as this run."""
-    theirs = _trainer(folder)["made_from"]
+def resume(
+    folder: Path, head: DraftHead, origin: dict[str, Any], joint: Joint | None = None
+) -> tuple[dict[str, Tensor], Progress]:
+    """Load the head's tensors (and the target's adapter) in place; returns the optimizer's state and the counters.
+
+    Every file is verified first. Raises CheckpointError, naming the newest intact checkpoint before a damaged one, and
+    each thing that this run is not made from (``origin``) with both values.
+    """
+    try:
+        trainer = _verified(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} is damaged: {error}. {_hint(folder)}") from None
+    _check_same_run(folder, trainer["made_from"], origin)
+    found, mine = Metadata.read(folder).draft_vocab.sha256, vocab.sha256(head.draft_ids)
+    if found != mine:
+        raise CheckpointError(f"{folder}: draft vocabulary {found}, this run chose {mine}")
+    tensors = read_tensors(folder / HEAD_FILE)
+    tensors.pop("draft_ids", None)
+    try:
+        if lora.adapted(head):
+            lora.load(head, read_tensors(folder / lora.FILE), tensors, str(folder))
+        else:
+            load_strict(head, tensors, str(folder / HEAD_FILE))
+        if joint:
+            joint.adapter.load(read_tensors(folder / adapter.FOLDER / adapter.WEIGHTS_FILE))
+    except ValueError as error:
+        raise CheckpointError(f"{folder} cannot be resumed: {error}") from None
+    state = read_tensors(folder / OPTIMIZER_FILE) if OPTIMIZER_FILE in trainer["files"] else {}
+    return state, Progress(**trainer["progress"])
+
+
+def _check_same_run(folder: Path, theirs: dict[str, Any], origin: dict[str, Any]) -> None:
     mine = json.loads(json.dumps(origin))
     lines = [
         f"{key}: {theirs.get(key, '(absent)')!r} in the checkpoint, {mine.get(key, '(absent)')!r} now"
@@ -224,62 +273,55 @@ def check_same_run(folder: Path, origin: dict[str, Any]) -> None:
         )
 
 
-def resume(
-    folder: Path, head: DraftHead, draft_ids_sha256: str | None, joint: Joint | None = None
-) -> tuple[dict[str, Tensor], Progress]:
-    """Load the head's tensors (and the target's adapter) in place; returns the optimizer's state and the counters.
-    Every file is verified first; raises CheckpointError naming the newest intact checkpoint before a damaged one."""
-    problem = damage(folder)
-    if problem:
-        step = int(folder.name.removeprefix("step-"))
-        intact = [p for s, p in steps(folder.parent).items() if s < step and damage(p) is None]
-        hint = (
-            f"{intact[-1]} is intact: remove or move {folder} away and run the same command to resume from it"
-            if intact
-            else "no earlier checkpoint is intact; `--fresh` starts over"
-        )
-        raise CheckpointError(f"{folder} is damaged: {problem}. {hint}")
-    found = Metadata.read(folder).draft_vocab.sha256
-    if found != draft_ids_sha256:
-        raise CheckpointError(f"{folder}: draft vocabulary {found}, this run chose {draft_ids_sha256}")
-    tensors = read_tensors(folder / HEAD_FILE)
-    tensors.pop("draft_ids", None)
-    if lora.adapted(head):
-        lora.load(head, read_tensors(folder / lora.FILE), tensors, str(folder))
-    else:
-        load_strict(head, tensors, str(folder / HEAD_FILE))
-    if joint:
-        joint.adapter.load(read_tensors(folder / adapter.FOLDER / adapter.WEIGHTS_FILE))
-    path = folder / OPTIMIZER_FILE
-    return read_tensors(path) if path.exists() else {}, Progress(**_trainer(folder)["progress"])
+def _hint(folder: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    found = list(steps(folder.parent).values())
+    before = found[: found.index(folder)] if folder in found else []
+    intact = next((p for p in reversed(before) if damage(p) is None), None)
+    if intact is None:
+        return "No earlier checkpoint is intact; `--fresh` starts over"
+    return f"{intact} is intact: remove or move {folder} away and run the same command to resume from it"
 
 
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None."""
     try:
-        files = _trainer(folder)["files"]
+        _verified(folder)
     except CheckpointError as error:
         return str(error)
-    for name, expected in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        found = file_sha256(path)
-        if found != expected:
-            return f"{name} has sha256 {found[:12]}..., {TRAINER_FILE} says {expected[:12]}..."
     return None
 
 
+def _verified(folder: Path) -> dict[str, Any]:
+    """What trainer.json says, once every file is what was saved. Raises CheckpointError saying which is not."""
+    trainer = _trainer(folder)
+    name = name_of(trainer["progress"]["step"])
+    if folder.name.startswith("step-") and folder.name != name:
+        raise CheckpointError(f"{TRAINER_FILE} is of {name}; the folder was renamed or its files were exchanged")
+    for file, expected in trainer["files"].items():
+        path = folder / file
+        if not path.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if (found := file_sha256(path)) != expected:
+            raise CheckpointError(f"{file} has sha256 {found[:12]}..., {TRAINER_FILE} says {expected[:12]}...")
+    return trainer
+
+
 def _trainer(folder: Path) -> dict[str, Any]:
+    """trainer.json, whose own checksum is right. Raises CheckpointError."""
     path = folder / TRAINER_FILE
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        found = data["format"]
-        if found == FORMAT and {"progress", "files", "made_from"} <= data.keys():
-            return data
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        trainer = json.loads(path.read_text(encoding="utf-8"))
+        stated = trainer.pop("sha256", None) if isinstance(trainer, dict) else None
+        found = digest(trainer)
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
-    raise CheckpointError(f"{path}: format {found!r} with keys {sorted(data)}, this headtrain reads format {FORMAT}")
+    version = trainer.get("format") if isinstance(trainer, dict) else None
+    if version != FORMAT:
+        raise CheckpointError(f"{path} has format {version!r}, this version of headtrain reads {FORMAT} only")
+    if found != stated:
+        raise CheckpointError(f"{path} was changed: its content has sha256 {found[:12]}..., it says {stated!s:.12}...")
+    return trainer
 
 
 def _fsync_folder(folder: Path) -> None:

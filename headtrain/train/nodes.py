@@ -59,8 +59,8 @@ def spread(run: Path, keeper: bool, device: torch.device, watch: Watch) -> None:
     other = [rank for rank, (s, content) in enumerate(found) if s == newest[0] and content != newest[1]]
     if other:
         raise checkpoint.CheckpointError(
-            f"rank {source} and rank {other[0]} have different checkpoints step-{newest[0]:06d} in {root}, each on "
-            "storage of its own: move one of them away"
+            f"rank {source} and rank {other[0]} have different checkpoints {checkpoint.name_of(newest[0])} in {root}, "
+            "each on storage of its own: move one of them away"
         )
     if all(one == newest for one in found):
         return
@@ -75,16 +75,16 @@ def spread(run: Path, keeper: bool, device: torch.device, watch: Watch) -> None:
 
 def _content(root: Path, step: int) -> str:
     """A digest of the checkpoint: its trainer.json holds the others' checksums."""
-    path = root / f"step-{step:06d}" / checkpoint.TRAINER_FILE
+    path = root / checkpoint.name_of(step) / checkpoint.TRAINER_FILE
     return file_sha256(path) if path.is_file() else ""
 
 
 def _files(run: Path, step: int) -> dict[str, int]:
     """Name in the run's folder -> bytes of what a resumed run reads."""
     root = run / "checkpoints"
-    folders = {root / f"step-{step:06d}", checkpoint.find(run, "best")}
+    folders = {root / checkpoint.name_of(step), checkpoint.find(run, "best")}
     paths = [p for folder in sorted(folders) for p in sorted(folder.rglob("*"))]
-    paths += [root / checkpoint.BEST_FILE, run / "metrics.jsonl"]
+    paths.append(run / "metrics.jsonl")
     return {p.relative_to(run).as_posix(): p.stat().st_size for p in paths if p.is_file()}
 
 
@@ -107,9 +107,11 @@ def _send(path: Path, size: int, into: Path | None, source: int, device: torch.d
 
 def _put_in_place(staging: Path, run: Path) -> None:
     """The newest checkpoint last: what is killed before that receives it again."""
-    for path in (p for p in (staging / "metrics.jsonl", staging / "checkpoints" / checkpoint.BEST_FILE) if p.exists()):
-        os.replace(path, run / path.relative_to(staging))
-    for folder in sorted((staging / "checkpoints").glob("step-*")):
-        if not (run / "checkpoints" / folder.name).exists():
-            os.rename(folder, run / "checkpoints" / folder.name)
+    if (staging / "metrics.jsonl").exists():
+        os.replace(staging / "metrics.jsonl", run / "metrics.jsonl")
+    for folder in checkpoint.steps(staging / "checkpoints").values():
+        mine = run / "checkpoints" / folder.name
+        if mine.is_dir():  # the best one, of this run or of an earlier one that was never resumed here
+            checkpoint.remove(mine)
+        os.rename(folder, mine)
     shutil.rmtree(staging)

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -26,11 +27,10 @@ from typing import Any, Protocol
 import torch
 import yaml
 
-from .. import vocab
 from ..config import Recipe, RecipeError, Stage, TrainSection, check_depths, digest
 from ..heads.base import DraftHead
 from ..heads.io import head_metadata
-from ..metadata import TargetIdentity, TrainingPart
+from ..metadata import Metadata, TargetIdentity, TrainingPart
 from ..teacher import Teacher
 from ..types import Batch, Features
 from . import checkpoint
@@ -115,13 +115,12 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
         checkpoint.clean(root)
     backend.wait()
     spread(run, keeper, backend.device, watch)
-    counters, state = Counters(), {}
+    counters, state, torn = Counters(), {}, 0
     found = list(checkpoint.steps(root).values())
     if found:
-        checkpoint.check_same_run(found[-1], origin)
-        state, counters = checkpoint.resume(found[-1], head, vocab.sha256(head.draft_ids), joint)
+        state, counters = checkpoint.resume(found[-1], head, origin, joint)
     if backend.main:
-        curve.truncate(counters.step)
+        torn = curve.truncate(counters.step)
         (run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
 
     backend.prepare(joint or head)
@@ -131,25 +130,35 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
     if settings.trackers:
         backend.start_trackers(recipe.name, origin)
 
+    saved = counters.step if found else None  # the step of the newest checkpoint, which is this run's
+
     def save() -> Path:
-        """Write a checkpoint (rank 0); all ranks wait for it."""
-        state = optimizer.state(keep=backend.main)
-        with backend.whole():
-            if backend.main:
-                training = TrainingPart(
-                    recipe_sha256=digest(origin),
-                    data_sha256=setup.data_sha256,
-                    tokens=counters.tokens,
-                    steps=counters.step,
-                    seed=settings.seed,
-                    max_length=setup.max_length,
-                    versions=versions(),
-                )
-                metadata = head_metadata(head, joint.adapter.identity() if joint else setup.identity, training=training)
-                metadata.head.depth = max((s.depth for s in settings.depth_schedule), default=full)
-                checkpoint.save(root, head, metadata, state, counters, origin, settings.keep, joint)
+        """Write a checkpoint (rank 0), unless the newest is of this step; all ranks wait for it."""
+        nonlocal saved
+        if saved != counters.step:
+            state = optimizer.state(keep=backend.main)
+            with backend.whole():
+                if backend.main:
+                    checkpoint.save(root, head, metadata(), state, counters, origin, joint)
+            saved = counters.step
+        if backend.main:
+            checkpoint.prune(root, settings.keep, counters.best_step)
         backend.wait()
-        return root / f"step-{counters.step:06d}"
+        return root / checkpoint.name_of(saved)
+
+    def metadata() -> Metadata:
+        training = TrainingPart(
+            recipe_sha256=digest(origin),
+            data_sha256=setup.data_sha256,
+            tokens=counters.tokens,
+            steps=counters.step,
+            seed=settings.seed,
+            max_length=setup.max_length,
+            versions=versions(),
+        )
+        found = head_metadata(head, joint.adapter.identity() if joint else setup.identity, training=training)
+        found.head.depth = max((s.depth for s in settings.depth_schedule), default=full)
+        return found
 
     stop, evaluation = StopSignal(), None
     window = unflatten(torch.tensor(counters.window, dtype=torch.float64)) if counters.window else zeros(full)
@@ -159,6 +168,8 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
     with stop, closing(stream), TrainConsole(depths, counters.step, counters.packed, quiet=not backend.main) as console:
         if found:
             console.say(f"resuming from {found[-1]}: step {counters.step} of {total}")
+        if torn:
+            console.say(f"{curve.path}: {torn} lines could not be read and were left out; the training needs none")
         while counters.step < total and not stop.agreed:
             step = counters.step + 1
             watch.at(f"step {step}")
@@ -228,7 +239,7 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
             console.say(f"{stop.name}: saved {last}; run the same command again to resume at step {counters.step}")
     if settings.trackers:
         backend.finish()
-    best = root / f"step-{counters.best_step:06d}" if counters.best_step else None
+    best = root / checkpoint.name_of(counters.best_step) if counters.best_step else None
     evaluation = evaluation or next((x for x in reversed(curve.read()) if x["kind"] == "eval"), None)
     stopped = stop.name if counters.step < total else None
     return TrainResult(counters.step, total, last, best, counters.best_tau, counters.bad, evaluation, stopped)
@@ -290,10 +301,10 @@ def set_aside(run: Path) -> None:
     """Move an old run's checkpoints and curve into ``previous-N``; nothing that was trained is deleted."""
     old = [p for p in (run / "metrics.jsonl", run / "checkpoints") if p.exists()]
     if old:
-        number = 1 + sum(1 for _ in run.glob("previous-*"))
-        (run / f"previous-{number}").mkdir()
+        aside = next(p for n in count(1) if not (p := run / f"previous-{n}").exists())
+        aside.mkdir()
         for path in old:
-            path.rename(run / f"previous-{number}" / path.name)
+            path.rename(aside / path.name)
 
 
 def too_many_bad(counters: Counters, root: Path) -> str:

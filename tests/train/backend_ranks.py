@@ -27,6 +27,7 @@ from headtrain.train.trainer import train
 from headtrain.types import Batch, Features, Row
 
 RECIPES = Path(__file__).parents[2] / "recipes/backend"
+JOINT = {"joint": {}, "stages": {"base_loss": "kl", "heads_first": 0.4}}
 STRATEGIES = {"ddp": "Replicated", "fsdp2": "Sharded", "zero": "Zero"}
 # supervised positions of each micro-batch of five steps: very unequal ranks, one without any, two micro-batches a rank
 STEPS = [(10, 1000), (0, 100), (60, 10), (10, 0, 90, 20), (5, 5)]
@@ -77,7 +78,8 @@ class Case:
 
 
 def case_of(kind: str, target: Target, micro_batches: dict) -> Case:
-    """kind: a head's, ``KIND+lora``, ``KIND+muon``, or ``KIND+joint`` (which changes the target)."""
+    """kind: a head's, ``KIND+lora``, ``KIND+muon``, or what changes the target: ``KIND+joint``, and ``KIND+stages``,
+    as in recipes/smollm2-135m-medusa2.yaml (the head alone at first, then held to the target's own distribution)."""
     kind, _, how = kind.partition("+")
     config = parse_head({"kind": kind, **VARIANTS[kind][0]})
     size = HEADS[kind].uses_draft_vocab(config, target.shape)
@@ -88,8 +90,8 @@ def case_of(kind: str, target: Target, micro_batches: dict) -> Case:
     if how == "lora":
         inject(head, LoraSection(r=3, alpha=7.5), seed=0)
     joint = None
-    if how == "joint":
-        joint = Joint(head, target, JointSection(lora=LoraSection(r=4, alpha=6)), seed=0)
+    if how in JOINT:
+        joint = Joint(head, target, JointSection(lora=LoraSection(r=4, alpha=6), **JOINT[how]), seed=0)
     train = TrainSection(lr=1e-3, muon_lr=1e-3, optimizer="muon" if how == "muon" else "adamw")
     return Case(head, target, joint, train, micro_batches)
 
@@ -103,6 +105,8 @@ def measure(backend: Backend, case: Case) -> dict[str, torch.Tensor]:
     with mock.patch("headtrain.train.backend.cpu_has_bf16", return_value=False):  # Muon's iteration in fp32
         optimizer = backend.optimizer(head, case.train, joint.adapter.named() if joint else None)
     for step, counts in enumerate(STEPS):
+        if joint:
+            joint.at(step + 1, len(STEPS))
         sums = zeros(depth)
         for j in range(backend.rank, len(counts), backend.world):
             if (step, j) not in case.micro_batches:
@@ -135,7 +139,7 @@ def measure_all(rank: int, out: str, targets: dict[str, str], pairs: list[tuple[
     for kind, folder in targets.items():
         target, micro_batches = load_target(TargetSection(path=folder)), {}
         for name in [name for name, of in pairs if of == kind]:
-            if kind.endswith("+joint"):
+            if kind.partition("+")[2] in JOINT:
                 target = load_target(TargetSection(path=folder))
             found = measure(backend_of(name), case_of(kind, target, micro_batches))
             if rank == 0:

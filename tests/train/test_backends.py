@@ -26,8 +26,8 @@ from headtrain.train.zero import Zero, require_deepspeed
 
 ZERO = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install 'headtrain[deepspeed]'")
 NAMES = ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero1-offload", "zero2-offload", "zero3-offload"]
-KINDS = [*HEADS, "eagle3+lora", "medusa+joint", "mtp+muon"]
-ON = {"lora": ["fsdp2", "zero2", "zero3"], "joint": ["fsdp2"], "muon": ["fsdp2"]}
+KINDS = [*HEADS, "eagle3+lora", "medusa+joint", "medusa+stages", "mtp+muon"]
+ON = {"lora": ["fsdp2", "zero2", "zero3"], "joint": NAMES, "stages": NAMES[:5], "muon": ["fsdp2"]}
 PAIRS = [
     pytest.param(name, kind, marks=[ZERO] if name.startswith("zero") else [])
     for name in NAMES

@@ -80,12 +80,87 @@ def test_damage_names_the_intact_one(run, backend, file, how):
         train(run, toyhead.setup(run, backend), backend)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99}', '{"format": 1}'])
-def test_damaged_trainer_json(run, backend, text):
-    (folder(run) / "trainer.json").write_text(text)
-    with pytest.raises(CheckpointError, match="trainer.json"):
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b'{"format": 99}',
+        b'{"format": 1, "progress": {}}',
+        b'{"format": 2}',
+        b"\xff\xfe{}",
+        b"[" * 9999,
+    ],
+)
+def test_an_unreadable_trainer_json_names_the_intact_one(run, backend, content):
+    (folder(run) / "trainer.json").write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"step-000012 is damaged: .*trainer\.json .*step-000008 is intact: remove"
+    ):
         train(run, toyhead.setup(run, backend), backend)
+    with pytest.raises(CheckpointError, match=r"best is not known: .*trainer\.json .*step-000008 is intact"):
+        checkpoint.find(run.output_dir)
     assert checkpoint.damage(folder(run)) and checkpoint.damage(folder(run, 8)) is None
+    assert checkpoint.find(run.output_dir, "last") == folder(run)
+
+
+def test_any_changed_byte_of_trainer_json_is_found(run, backend):
+    """Its own checksum covers it: a wrong step, count or recipe is not trained on."""
+    path = folder(run) / "trainer.json"
+    good = path.read_text()
+    assert json.loads(good)["progress"]["step"] == 12
+    for old, new in (
+        ('"step": 12', '"step": 11'),
+        ('"tokens": ', '"tokens": 1'),
+        ('"train.lr": 0.05', '"train.lr": 0.06'),
+    ):
+        assert old in good
+        path.write_text(good.replace(old, new, 1))
+        with pytest.raises(CheckpointError, match="step-000012 is damaged: .*was changed.*step-000008 is intact"):
+            train(run, toyhead.setup(run, backend), backend)
+
+
+def test_a_renamed_checkpoint_is_not_resumed(run, backend):
+    folder(run).rename(folder(run, 11))
+    with pytest.raises(
+        CheckpointError, match="step-000011 is damaged: trainer.json is of step-000012; the folder was re"
+    ):
+        train(run, toyhead.setup(run, backend), backend)
+    kept = folder(run, 11).rename(run.output_dir / "a-good-one")
+    assert checkpoint.find_sound(kept) == kept  # a copy under a name of its own is no step of a run
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_stands_in_a_new_checkpoint_s_place_is_an_error(run, backend, kind):
+    """Something that this run did not write: the new head is neither dropped in silence nor put over it."""
+    shutil.rmtree(folder(run))
+    there = toyhead.setup(run, backend)
+    good, calls = there.head.loss, []
+
+    def loss(*args):
+        if not calls:
+            folder(run).mkdir() if kind == "folder" else folder(run).touch()
+        calls.append(1)
+        return good(*args)
+
+    there.head.loss = loss
+    with pytest.raises(CheckpointError, match="step-000012 is there already, and this run did not write it"):
+        train(run, there, backend)
+    folder(run).rmdir() if kind == "folder" else folder(run).unlink()
+    assert train(run, toyhead.setup(run, backend), backend).step == 12 and checkpoint.damage(folder(run)) is None
+
+
+def test_a_run_that_was_killed_before_it_removed_old_checkpoints(run, backend):
+    run.train.keep = 1
+    train(run, toyhead.setup(run, backend), backend)  # nothing is left to train
+    assert list(checkpoint.steps(folder(run).parent)) == [12]
+
+
+def test_an_unusual_number_is_no_checkpoint(run):
+    folder(run).rename(folder(run).with_name("step-13"))
+    assert list(checkpoint.steps(folder(run).parent)) == [4, 8]
 
 
 def test_half_written_folder_is_removed(run, backend):
@@ -107,7 +182,8 @@ def test_keeps_the_newest_and_the_best(tmp_path, backend):
     metadata = checkpoint.Metadata.read(root / "step-000012")
     for step in (13, 14, 15):
         progress.step = step
-        checkpoint.save(root, head, metadata, {}, progress, {}, keep=2)
+        checkpoint.save(root, head, metadata, {}, progress, {})
+        checkpoint.prune(root, 2, progress.best_step)
     assert list(checkpoint.steps(root)) == [11, 14, 15]
     assert checkpoint.find(tmp_path, "best").name == "step-000011"
     assert checkpoint.find(tmp_path, "last").name == "step-000015"
@@ -125,7 +201,7 @@ def test_a_write_that_fails_leaves_the_earlier_one(run, backend, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     try:
         with pytest.raises(CheckpointError, match="step-000013 could not be written.*step-000012 is intact"):
-            checkpoint.save(folder(run).parent, head, metadata, {}, checkpoint.Progress(step=13), {}, keep=1)
+            checkpoint.save(folder(run).parent, head, metadata, {}, checkpoint.Progress(step=13), {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert sorted(p.name for p in folder(run).parent.iterdir() if p.is_dir()) == [
