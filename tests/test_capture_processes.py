@@ -19,6 +19,7 @@ from headtrain.config import Recipe
 from headtrain.data.store import FeatureStore
 from headtrain.heads.io import read_tensors
 from headtrain.target.load import load_target
+from headtrain.train import __main__ as training
 from headtrain.train.backend import Backend
 from headtrain.train.checkpoint import CheckpointError
 from headtrain.train.setup import prepare_run
@@ -72,6 +73,10 @@ def run_rank(rank: int, path: str, dies: int | None = None) -> None:
     command.main(Path(path), [])
 
 
+def run_training(rank: int, path: str) -> None:
+    training.main(Path(path), [], False, False, 60.0)
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
@@ -116,3 +121,60 @@ def test_training_streams_from_the_command_to_the_same_head(tmp_path, tiny_folde
     other.features.window = 3
     with pytest.raises(CheckpointError, match="features.window"):
         train(other, setup, backend)
+
+
+@pytest.mark.parametrize(
+    "world, told, by, code",
+    [
+        (1, 0, signal.SIGTERM, 0),
+        (1, 0, signal.SIGINT, 130),
+        (2, 0, signal.SIGTERM, 0),
+        (2, 1, signal.SIGTERM, 0),
+    ],
+)
+def test_training_that_waits_for_features_saves_when_it_is_told_to_stop(tmp_path, tiny_folder, world, told, by, code):
+    """One rank waits for a shard that nobody captures, another one in an exchange with it; whoever is told. What is
+    trained after it has come is the uninterrupted run's."""
+    train_as = dict(steps=4, accumulation=2, batch_tokens=60, save_every=9, eval_every=9, precision="fp32", log_every=1)
+    more = dict(window=1, shard_tokens=60, mode="stream", timeout=20.0)
+    recipe = write_recipe(tmp_path, tiny_folder, "store", train_as, **more)
+    everything = recipe.model_copy(deep=True)
+    everything.features.mode = "offline"
+    capture(everything, console=QUIET)
+    backend = Backend("fp32")
+    setup = prepare_run(recipe, backend, QUIET)
+    visit = setup.train.visit_of(4 if told else 5)  # of the third step's two micro-batches, rank 0's or rank 1's
+    number = setup.train.windows.order(recipe.train.seed, 0)[visit]
+    kept = {path: path.read_bytes() for path in (tmp_path / "store/train").glob(f"shard-{number:05d}.*")}
+    for path in kept:
+        path.unlink()
+
+    started = ranks.start_ranks(run_training, world, tmp_path, str(tmp_path / "store.yaml"))
+    until = time.monotonic() + 120
+    while not any(b"waiting for shard" in read(p) for p in (tmp_path / "store/train").glob("worker-*.json")):
+        assert time.monotonic() < until, (tmp_path / "rank-0.log").read_text()
+        time.sleep(0.1)
+    time.sleep(1.0)  # the other rank has come to the exchange
+    began = time.monotonic()
+    os.kill(started[told].pid, by)
+    assert ranks.finish(started, 60) == [code] * world, (tmp_path / "rank-0.log").read_text()
+    assert time.monotonic() - began < 20
+    said = (tmp_path / "rank-0.log").read_text()
+    assert "run the same command again to resume at step 2" in said, said
+    if world == 2:
+        return
+    assert [path.name for path in (tmp_path / "run-store/checkpoints").glob("step-*")] == ["step-000002"]
+    for path, content in kept.items():
+        path.write_bytes(content)
+    resumed = train(recipe, setup, backend)
+    recipe.output = str(tmp_path / "whole")
+    whole = train(recipe, prepare_run(recipe, backend, QUIET), backend)
+    ones, others = (read_tensors(result.last / "head.safetensors") for result in (resumed, whole))
+    assert all(torch.equal(ones[name], others[name]) for name in others) and ones.keys() == others.keys()
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""

@@ -15,6 +15,9 @@ from .order import Windows, plan_epoch
 from .quantize import Form, as_stored
 from .stream import FeatureStream
 
+LOOK = 0.1  # seconds between looks at whether to stop, while there is nothing to yield
+JOIN = 5.0  # seconds for the thread to end when all is to stop: it may be in a read that takes minutes
+
 # The target's taps are hooks on its modules: two forwards at a time (training's read-ahead and an evaluation) would
 # write into each other's features.
 _ONE_FORWARD = threading.Lock()
@@ -125,10 +128,13 @@ class Loader:
         device = features.layers.device if self.device is None else self.device
         return batch.to(device), features.to(device, self.dtype)
 
-    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, Features]]:
+    def batches(
+        self, start: int = 0, stop: int | None = None, halted: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[Batch, Features]]:
         """This rank's micro-batches numbered ``start`` <= g < ``stop`` (None: endless), read ahead by one background
         thread. An exception there is raised here, with its own traceback. Close the iterator (or leave it to the
-        garbage collector) to stop the thread; do not call ``at`` while it is open."""
+        garbage collector) to stop the thread; do not call ``at`` while it is open. halted: asked while there is
+        nothing to yield; the iterator ends once it is true."""
         first = start + (self.rank - start) % self.ranks
         ready: queue.Queue = queue.Queue(maxsize=self.prefetch)
         closed = threading.Event()
@@ -161,9 +167,7 @@ class Loader:
         left = -1 if stop is None else len(range(first, stop, self.ranks))
         try:
             while True:
-                begin = time.perf_counter()
-                item = ready.get()
-                self.waited += time.perf_counter() - begin
+                item = self._next(ready, halted)
                 if item is None:
                     return
                 if isinstance(item, BaseException):
@@ -174,4 +178,17 @@ class Loader:
             closed.set()
             if stream is not None:
                 stream.close(finished=left == 0)
-            thread.join()
+            thread.join(JOIN if halted() else None)
+
+    def _next(self, ready: queue.Queue, halted: Callable[[], bool]) -> object:
+        """The thread's next item; None where this is to stop instead of waiting for it."""
+        begin = time.perf_counter()
+        try:
+            while True:
+                try:
+                    return ready.get(timeout=LOOK)
+                except queue.Empty:
+                    if halted():
+                        return None
+        finally:
+            self.waited += time.perf_counter() - begin

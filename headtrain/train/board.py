@@ -98,6 +98,15 @@ class Board:
         text = f"no sign of life for {seconds:.0f} s: killed, out of memory, or its node is gone"
         return End(rank, f"{text} (last seen: {self.place(rank)})", failed=True)
 
+    # -- a request to stop --------------------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        self._store.set("stop", "")
+
+    def asked(self) -> bool:
+        """Whether any rank was told to stop training."""
+        return self._store.check(["stop"])
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> End | None:

@@ -12,7 +12,7 @@ disagree about it wait for each other for ever. What is lost is little: both use
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..config import TargetSection
 from ..data.loader import Loader
@@ -41,8 +41,11 @@ class GroupLoader:
     def micro_batches_per_epoch(self) -> int:
         return self.loader.micro_batches_per_epoch
 
-    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, Features]]:
-        """This rank's micro-batches numbered ``start`` <= g < ``stop`` (None: endless)."""
+    def batches(
+        self, start: int = 0, stop: int | None = None, halted: Callable[[], bool] | None = None
+    ) -> Iterator[tuple[Batch, Features]]:
+        """This rank's micro-batches numbered ``start`` <= g < ``stop`` (None: endless). halted: not asked, since each
+        is computed at once."""
         ranks, own = self.loader.ranks, self.loader.rank
         base = start - start % ranks  # one micro-batch for each rank from here on
         while stop is None or base < stop:

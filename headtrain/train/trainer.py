@@ -15,7 +15,7 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from ..heads.base import DraftHead
 from ..heads.io import head_metadata
 from ..metadata import Metadata, TargetIdentity, TrainingPart
 from ..teacher import Teacher
-from ..types import Batch, Features
+from ..types import Batch, Features, Row
 from . import checkpoint
 from .backend import Backend
 from .checkpoint import Progress as Counters
@@ -46,12 +46,15 @@ from .watch import ALONE, Watch
 
 class Source(Protocol):
     """What the trainer reads; ``data.loader.Loader`` is one. ``batches(start, stop)`` yields this rank's micro-batches
-    (every g with g % ranks == rank) by their global number, always the same for the same g."""
+    (every g with g % ranks == rank) by their global number, always the same for the same g; it ends where ``halted()``
+    while the next one has to be waited for."""
 
     @property
     def micro_batches_per_epoch(self) -> int: ...
 
-    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, Features]]: ...
+    def batches(
+        self, start: int = 0, stop: int | None = None, halted: Callable[[], bool] = ...
+    ) -> Iterator[tuple[Batch, Features]]: ...
 
 
 @dataclass
@@ -160,10 +163,11 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
         found.head.depth = max((s.depth for s in settings.depth_schedule), default=full)
         return found
 
-    stop, evaluation = StopSignal(), None
+    stop, evaluation = StopSignal(watch), None
     window = unflatten(torch.tensor(counters.window, dtype=torch.float64)) if counters.window else zeros(full)
     began, before = time.monotonic(), counters.seconds
-    stream = setup.train.batches(counters.step * settings.accumulation, total * settings.accumulation)
+    first, end = counters.step * settings.accumulation, total * settings.accumulation
+    stream = setup.train.batches(first, end, halted=lambda: stop.requested or watch.told)
     depths = [depth_at(settings.depth_schedule, step, total, full) for step in range(1, total + 1)]
     with stop, closing(stream), TrainConsole(depths, counters.step, counters.packed, quiet=not backend.main) as console:
         if found:
@@ -179,13 +183,20 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
                 joint.at(step, total)
 
             # --- gradient of one optimizer step: this rank's share of its micro-batches
-            sums, packed = zeros(full, backend.device), 0
+            sums, packed, short = zeros(full, backend.device), 0, False
             for j in range(backend.rank, settings.accumulation, backend.world):
                 # alone, finishing the micro-batch at hand is enough; ranks stop together, after the exchange below
                 if stop.requested and backend.world == 1:
                     stop.agreed = True
                     break
-                batch, features = next(stream)
+                item = next(stream, None)
+                if item is None:  # told to stop while waiting for features
+                    short = True
+                    if backend.world == 1:
+                        stop.agreed = True
+                        break
+                    item = nothing(head)  # the others wait for this rank's part of the exchange
+                batch, features = item
                 console.cost_of(partial(head.flops, batch))
                 micro = batch.to(backend.device), features.to(backend.device)
                 seed = micro_seed(settings.seed, (step - 1) * settings.accumulation + j)
@@ -196,9 +207,13 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
                 break  # the part of a gradient that is there is dropped; the resumed run makes it again
 
             # --- one exchange of numbers between ranks: loss sums, tokens, and whether anyone was told to stop
-            more = torch.tensor([packed, float(stop.requested)], dtype=torch.float64)
+            more = torch.tensor([packed, float(stop.requested), float(short)], dtype=torch.float64)
             everyone = backend.sum(torch.cat([flatten(sums, full), more]))
-            sums, packed, stop.agreed = unflatten(everyone[:-2]), int(everyone[-2]), bool(everyone[-1])
+            sums, packed, short = unflatten(everyone[:-3]), int(everyone[-3]), bool(everyone[-1])
+            stop.agreed = short or bool(everyone[-2])
+            if short:
+                optimizer.zero_grad()
+                break  # as above
 
             # --- update, or skip a step whose loss or gradient is not finite
             norm = backend.normalise(float(sums.count), settings.clip)
@@ -243,6 +258,15 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
     evaluation = evaluation or next((x for x in reversed(curve.read()) if x["kind"] == "eval"), None)
     stopped = stop.name if counters.step < total else None
     return TrainResult(counters.step, total, last, best, counters.best_tau, counters.bad, evaluation, stopped)
+
+
+def nothing(head: DraftHead) -> tuple[Batch, Features]:
+    """A micro-batch that supervises nothing, of features that the head could read."""
+    batch, wants, hidden = Batch.pack([Row([0] * 8, [0] * 8)]), head.wants(), head.shape.hidden_size
+    at = torch.arange(len(batch) if wants.final == "all" else 0)
+    summary = (at, torch.zeros(len(at))) if wants.summary else (None, None)
+    layers = torch.zeros(len(batch), len(wants.layers), hidden)
+    return batch, Features(layers, at, torch.zeros(len(at), hidden), *summary)
 
 
 def evaluate(backend: Backend, source: Source, teacher: Teacher, depth: int) -> dict[str, Any]:
@@ -325,19 +349,23 @@ def versions() -> dict[str, str]:
 class StopSignal:
     """SIGTERM and SIGINT as a request to save and stop; a second SIGINT ends the process as usual, a second SIGTERM
     does not: a scheduler and a launcher may each send one. ``requested``: this rank was told; ``agreed``: all ranks
-    stop."""
+    stop. The watch hears of it even while the main thread is in an exchange, where no handler runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch = ALONE) -> None:
         self.requested = self.agreed = False
+        self._watch = watch
         self.name = "a signal to another rank"
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._caught) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._watch.listen(set(self._old))
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._old:
+            self._watch.listen(set())
         for number, handler in self._old.items():
             signal.signal(number, handler)
 

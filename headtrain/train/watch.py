@@ -51,6 +51,11 @@ class Watch:
         self._end: End | None = None
         self._over = threading.Event()
         self._old: dict[int, Any] = {}
+        self.told = False  # some rank was told to stop by a signal that it listens for
+        self._signals: set[int] = set()
+        if self.world > 1:
+            self._heard, self._wake = socket.socketpair()
+            self._heard.setblocking(False), self._wake.setblocking(False)
 
     # -- what a run calls -----------------------------------------------------------------------------------------
 
@@ -74,6 +79,13 @@ class Watch:
             wait = min(2 * wait, 0.5)
         self._place = before
         return values
+
+    def listen(self, signals: set[int]) -> None:
+        """From now on ``told`` becomes true on every rank within two beats of one of these signals to any. Python
+        runs its handlers between two steps of the main thread, and so never in an exchange that waits for a rank."""
+        self._signals = signals
+        if self.world > 1:
+            signal.set_wakeup_fd(self._wake.fileno() if signals else -1, warn_on_full_buffer=False)
 
     # -- the context ----------------------------------------------------------------------------------------------
 
@@ -183,6 +195,9 @@ class Watch:
             count += 1
             try:
                 board.beat(count, self._place)
+                if self._signals & self._received():
+                    board.ask()
+                self.told = board.asked()
                 end = board.end()
                 for rank in others:
                     if end is None and board.silent(rank) > self.lapse:
@@ -192,6 +207,13 @@ class Watch:
             if end is not None:
                 self._finish(end)
                 return
+
+    def _received(self) -> set[int]:
+        """Numbers of the signals that came since the last call."""
+        try:
+            return set(self._heard.recv(4096))
+        except BlockingIOError:
+            return set()
 
     def _finish(self, end: End) -> None:
         """End the main thread; the whole process, where that is stuck (in an exchange with a rank that is gone)."""

@@ -10,7 +10,7 @@ import tiny
 import torch
 from storing import FakeTarget, assert_same_batch, assert_same_features, store, wants_of
 
-from headtrain.data.loader import Loader, OnlineSource, plan_epoch
+from headtrain.data.loader import JOIN, Loader, OnlineSource, plan_epoch
 from headtrain.types import Features, Wants
 
 LENGTHS = [int(x) for x in torch.randint(5, 60, (60,), generator=torch.Generator().manual_seed(1))]
@@ -125,6 +125,20 @@ def test_closing_early_stops_the_thread_and_read_ahead_is_bounded():
     assert len(source.asked) <= 3 + 2 + 1  # taken, queued, in hand
     batches.close()
     assert not loader_threads()
+
+
+def test_who_waits_can_be_told_to_stop():
+    """Also where the thread is in a read that does not end."""
+    read, told = threading.Event(), threading.Event()
+    source = Ids([10] * 20)
+    source.batch = lambda indices: read.wait(60)
+    threading.Timer(0.3, told.set).start()
+    began = time.monotonic()
+    assert list(Loader(source, 10).batches(0, 9, halted=told.is_set)) == []
+    assert 0.25 < time.monotonic() - began < JOIN + 5
+    read.set()
+    source = Ids([10] * 20)
+    assert len(list(Loader(source, 10).batches(0, 9, halted=lambda: len(source.asked) > 99))) == 9
 
 
 def test_waiting_is_measured():
