@@ -10,6 +10,10 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import ctypes
 import signal
 import sys
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below: no traceback of each rank's
+
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
@@ -74,9 +78,9 @@ def main(
     except (*EXPECTED, RankError) as error:
         _end(2, f"error: {'' if isinstance(error, RankError) else _who()}{error}", "red")
     except Stopped:
-        _end(0, "stopped before training began, complete shards are kept; the same command goes on")
+        _end(0, "stopped at once: complete shards and checkpoints are kept; the same command goes on")
     except KeyboardInterrupt:
-        _end(130, "interrupted before training began; the same command goes on")
+        _end(130, "interrupted: complete shards and checkpoints are kept; the same command goes on")
     except Exception as error:
         if not _who():
             raise
@@ -113,4 +117,6 @@ def _end(code: int, message: str, style: str | None = None) -> NoReturn:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(typer.run(main))

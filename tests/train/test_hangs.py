@@ -168,7 +168,7 @@ def test_sigterm_to_one_rank_while_rank_0_captures(tmp_path, told):
     until(lambda: (tmp_path / "rank-0.log").exists() and "capturing" in said(tmp_path, 0))
     os.kill(started[told].pid, signal.SIGTERM)
     assert ranks.finish(started) == [0, 0]
-    assert all("stopped before training began" in said(tmp_path, rank) for rank in (0, 1))
+    assert all("stopped at once: complete shards" in said(tmp_path, rank) for rank in (0, 1))
 
 
 def test_sigterm_to_one_rank_in_training_saves_and_all_exit_with_0(tmp_path):

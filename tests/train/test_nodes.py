@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -213,6 +214,24 @@ def test_sigterm_to_a_script_goes_to_the_ranks_alone(fakes, tmp_path):
     script = subprocess.Popen(call, stdout=subprocess.PIPE, text=True)
     assert script.stdout.readline() == "ready\n"
     script.terminate()
+    assert (script.communicate(timeout=60)[0], script.returncode) == ("saved\n", 0)
+
+
+def test_ctrl_c_in_a_terminal_goes_to_the_ranks_alone(fakes, tmp_path):
+    """A terminal tells every process of the foreground job. torch's launcher, which the stand-in is, would end with 1
+    and a traceback."""
+    (tmp_path / "torchrun").write_text(
+        f"""#!{sys.executable}
+import signal, subprocess, sys
+signal.signal(signal.SIGINT, lambda *_: sys.exit("the launcher was told"))
+rank = "trap 'echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
+sys.exit(subprocess.Popen(["bash", "-c", rank], start_new_session=True).wait())
+"""
+    )
+    call = ["bash", str(LAUNCH / "torchrun.sh"), "1", "0", "1", "node0", "r.yaml"]
+    script = subprocess.Popen(call, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert script.stdout.readline() == "ready\n"
+    os.killpg(script.pid, signal.SIGINT)
     assert (script.communicate(timeout=60)[0], script.returncode) == ("saved\n", 0)
 
 
