@@ -75,27 +75,41 @@ class MetricsFile:
         self.path = path
 
     def append(self, line: dict[str, Any]) -> None:
+        """On disk at once: a machine that dies takes no line of a checkpoint that it leaves."""
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines; a last line that a kill cut off is left out."""
-        if not self.path.exists():
-            return []
-        out = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                out.append(json.loads(line))
-            except ValueError:
-                continue
-        return out
+        """All lines that are whole; what a kill or a dying machine left of others is passed over."""
+        return self._read()[0]
 
-    def truncate(self, step: int) -> None:
-        """Forget every line after ``step``, so that a resumed curve has no duplicates."""
-        lines = [line for line in self.read() if line["step"] <= step]
+    def truncate(self, step: int) -> int:
+        """Forget every line after ``step``, so that a resumed curve has no duplicates, and those that cannot be read.
+        Returns the number of these, without a last one that was cut off."""
+        lines, torn = self._read()
         temporary = self.path.with_name(self.path.name + ".tmp")
         with open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines if line["step"] <= step)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
+        return torn
+
+    def _read(self) -> tuple[list[dict[str, Any]], int]:
+        if not self.path.exists():
+            return [], 0
+        *texts, last = self.path.read_bytes().split(b"\n")
+        lines = [_parsed(text) for text in [*texts, last]]
+        whole = [line for line in lines if line is not None]
+        return whole, sum(line is None for line in lines[:-1])
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):  # ValueError: no JSON, no UTF-8
+        return None
+    sound = isinstance(line, dict) and isinstance(line.get("step"), int) and isinstance(line.get("kind"), str)
+    return line if sound else None

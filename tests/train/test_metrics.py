@@ -41,14 +41,35 @@ def test_ranks_add_up():
 def test_file_truncates_to_a_step_and_forgets_half_a_line(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for step in (2, 4, 5, 6):
-        file.append({"step": step})
+        file.append({"step": step, "kind": "train"})
     with open(file.path, "a") as f:
         f.write('{"step": 8, "lo')
-    file.truncate(5)
+    assert file.truncate(5) == 0
     assert [x["step"] for x in file.read()] == [2, 4, 5]
-    file.append({"step": 6})
-    assert file.path.read_text() == '{"step": 2}\n{"step": 4}\n{"step": 5}\n{"step": 6}\n'
+    file.append({"step": 6, "kind": "eval"})
+    lines = [f'{{"step": {step}, "kind": "train"}}\n' for step in (2, 4, 5)]
+    assert file.path.read_text() == "".join(lines) + '{"step": 6, "kind": "eval"}\n'
     assert MetricsFile(tmp_path / "none").read() == []
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [
+        b'{"step": 3, "kind": "\xff\xfe"}',
+        b"\0\0\0\0",
+        b'{"step": 3, "ki{"step": 4, "kind": "train"}',
+        b"[3]",
+        b'{"step": "3", "kind": "train"}',
+        b"[" * 100_000,
+    ],
+)
+def test_lines_that_a_dying_machine_left_are_passed_over_and_counted(tmp_path, torn):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    line = b'{"step": 2, "kind": "train"}'
+    file.path.write_bytes(b"\n".join([line, torn, line.replace(b"2", b"5"), torn]))
+    assert [x["step"] for x in file.read()] == [2, 5]
+    assert file.truncate(5) == 1
+    assert file.path.read_bytes() == line + b"\n" + line.replace(b"2", b"5") + b"\n"
 
 
 @pytest.mark.parametrize("missing", [0, 1])
