@@ -93,11 +93,10 @@ def convert(
 @app.command()
 def capture(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     """Run the target over the recipe's data and store the hidden states that its head reads. Resumable."""
-    from .capture import capture as run
-    from .capture import stop_on_sigterm
+    from .capture import command, stop_on_sigterm
 
     stop_on_sigterm()
-    run(load_recipe(recipe, overrides or []), console=err)
+    command(load_recipe(recipe, overrides or []), err)
 
 
 @app.command()
@@ -200,8 +199,8 @@ app.command()(vocab)
 app.command()(stitch)
 
 
-def main() -> None:
-    """Errors that a person can act on end in one line and exit code 2, without a traceback."""
+def expected_errors() -> tuple[type[Exception], ...]:
+    """Errors that say what a person can do about them."""
     from .data import DataError
     from .data.manifest import StoreError
     from .decode.draft_model import TokenizerMismatch
@@ -211,14 +210,18 @@ def main() -> None:
     from .target.shape import TargetError
     from .train.checkpoint import CheckpointError
 
-    warnings.showwarning = lambda message, *_, **__: err.print(f"warning: {message}", style="yellow", markup=False)
-    expected = (
+    return (
         RecipeError, DataError, StoreError, ExportError, MetadataError, TargetError, CheckpointError,
-        TokenizerMismatch, ServerError,
+        TokenizerMismatch, ServerError, OSError,
     )  # fmt: skip
+
+
+def main() -> None:
+    """Errors that a person can act on end in one line and exit code 2, without a traceback."""
+    warnings.showwarning = lambda message, *_, **__: err.print(f"warning: {message}", style="yellow", markup=False)
     try:
         app()
-    except (*expected, OSError) as error:
+    except expected_errors() as error:
         err.print(f"error: {error}", style="red", markup=False)
         sys.exit(2)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -149,6 +150,15 @@ class LossSums:
     chain_pairs: Tensor
 
     PER_DEPTH = ("loss", "loss_count", "hits", "accept", "pairs", "chain_hits", "chain_pairs")
+
+    def simulated(self) -> tuple[float, list[float | None], list[float]]:
+        """tau, alpha by depth, and their running products. Every supervised position counts once as the start of a
+        chain, and a draft is right where the target itself would say it: tau = 1 + the sum of the products. A depth
+        without any pair reads None, and 0 in the products."""
+        counts = zip(self.chain_hits.tolist(), self.chain_pairs.tolist(), strict=True)
+        alpha = [hits / pairs if pairs else None for hits, pairs in counts]
+        products = list(accumulate(alpha, lambda product, a: product * (a or 0.0), initial=1.0))[1:]
+        return 1.0 + sum(products), alpha, products
 
     def detached(self) -> LossSums:
         return LossSums(*(getattr(self, f.name).detach() for f in fields(self)))

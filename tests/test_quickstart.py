@@ -76,7 +76,7 @@ def test_a_minute_of_training_on_the_real_target_raises_tau(tmp_path, monkeypatc
     texts = [generate(target, p.ids, max_new_tokens=40, eos_ids=()).tokens for p in prompts]
     rows = [Row(p.ids + t, [0] * len(p.ids) + [1] * 40, p.id) for p, t in zip(prompts, texts, strict=True)]
     stored = StoredRows(rows, target.features, head.wants(), "bfloat16")
-    estimate = measure_stored(stored, drafter, [3], {}, {}, quiet=True).cases[0].summary()
+    estimate = measure_stored(stored, drafter, target.teacher(), [3], {}, {}, quiet=True).cases[0].summary()
     print(f"tau decoded {summary.tau:.4f}, teacher-forced on stored features {estimate.tau:.4f}")
     assert abs(estimate.tau - summary.tau) < 0.06
 

@@ -308,7 +308,8 @@ def test_both_halves_of_the_dry_run_have_one_batch(monkeypatch, gpus, planned):
 
 
 @pytest.mark.parametrize("option", ["--device", "--backend", "--network", "--busy"])
-def test_an_option_for_gpus_without_gpus_is_refused(option):
+def test_an_option_for_gpus_without_gpus_is_refused(option, monkeypatch):
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("training begins"))
     value = {"--device": "h100", "--backend": "ddp", "--network": "400", "--busy": "0.4"}[option]  # also the defaults
     for more in ([], ["--dry-run"]):
         got = CliRunner().invoke(app, ["train", str(ROOT / "recipes/quickstart.yaml"), option, value, *more])

@@ -30,11 +30,20 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def existing(run: Path) -> Path:
+    """``run`` itself. Raises RecipeError where it is no folder: a mistyped path is not an untrained run."""
+    if not run.is_dir():
+        found = "is a file" if run.exists() else "is not there"
+        raise RecipeError(f"no run, checkpoint or export at {run}: it {found}; give a folder that headtrain wrote")
+    return run
+
+
 def checkpoint_of(run: Path) -> Path:
-    """A run's best checkpoint, or the folder itself where it already holds a head."""
+    """A run's best checkpoint, or the folder itself where it already holds a head. Raises RecipeError,
+    CheckpointError."""
     from ..train.checkpoint import find_sound
 
-    return find_sound(run)
+    return find_sound(existing(run))
 
 
 def read_head(run: Path) -> tuple[DraftHead, Metadata, Path]:
@@ -42,7 +51,7 @@ def read_head(run: Path) -> tuple[DraftHead, Metadata, Path]:
     that it came from."""
     from ..train.warm import read_trained
 
-    return read_trained(run)
+    return read_trained(existing(run))
 
 
 def recipe_of(run: Path) -> Recipe | None:

@@ -15,7 +15,7 @@ from ..decode.draft_model import TokenizerMismatch
 from ..decode.drafters import Drafter, HeadDrafter
 from ..decode.generate import Acceptance
 from ..evaluate.acceptance import Case, Settings, describe_target, load_prompts, measure, versions
-from ..evaluate.report import html_report, tables
+from ..evaluate.report import html_report, notes, tables
 from ..evaluate.stored import measure_stored
 from ..evaluate.sweep import Sweep
 from ..heads.io import FILE
@@ -27,6 +27,7 @@ from .common import (
     TargetOption,
     checkpoint_of,
     err,
+    existing,
     load_for,
     out,
     read_head,
@@ -118,8 +119,8 @@ def evaluate(
         raise RecipeError(f"--acceptance {acceptance}: expected {' or '.join(get_args(Acceptance))}")
     if acceptance == "typical" and (mode != "decode" or server is not None):
         raise RecipeError("--acceptance typical: only by decoding here (--mode decode, no --server)")
-    if run is not None and not run.is_dir():
-        raise RecipeError(f"no run, checkpoint or export at {run}")
+    if run is not None:
+        existing(run)
     _refuse_ignored(
         mode,
         server,
@@ -141,7 +142,8 @@ def evaluate(
     warm = numbers("--temperature", temperatures, float, 0.0)
     seed = pick("seed", seed, 0)
     if mode != "stored" and not specs:
-        raise RecipeError("no prompts: give --prompts, or eval.prompts in the recipe")
+        where = "in the recipe" if run is None or recipe is not None else f"in a recipe.yaml, which {run} has none of"
+        raise RecipeError(f"no prompts: give --prompts, or eval.prompts {where}")
     if server is not None:
         from ..evaluate.goodput import Slo
         from ..evaluate.server import Load
@@ -274,7 +276,8 @@ def _stored(run: Path | None, recipe: Recipe | None, target: str | None, ks: lis
     head.attach(loaded.weights())
     try:
         drafter = HeadDrafter(head.to(loaded.device), trained_depth=metadata.head.depth)
-        return measure_stored(store, drafter, ks or [5], describe_target(loaded), versions(loaded), limit=limit)
+        of = describe_target(loaded), versions(loaded)
+        return measure_stored(store, drafter, loaded.teacher(), ks or [5], *of, limit=limit)
     except ValueError as error:
         raise RecipeError(f"evaluation: {error}") from None
 
@@ -283,22 +286,27 @@ def _show(sweep: Sweep, to: Path) -> None:
     to.mkdir(parents=True, exist_ok=True)
     sweep.write(to / "eval.json")
     write_text(to / "eval.html", html_report(sweep))
+    _print(sweep)
+    out.print(f"{to / 'eval.json'}\n{to / 'eval.html'}", markup=False)
+
+
+def _print(sweep: Sweep) -> None:
     for table in tables(sweep):
         out.print(table)
-    out.print(f"{to / 'eval.json'}\n{to / 'eval.html'}", markup=False)
+    for line in notes(sweep):
+        out.print(line, markup=False)
 
 
 def report(run: Annotated[Path, typer.Argument(help="a run that was evaluated")]) -> None:
     """The tables of a run's evaluation, and where everything that the run made lies."""
-    figures = figures_of(run) / "eval.json"
+    figures = figures_of(existing(run)) / "eval.json"
     if not figures.is_file():
         raise RecipeError(f"no {figures}: `headtrain eval {run}` makes it")
     try:
         sweep = Sweep.read(figures)
     except ValueError as error:
         raise RecipeError(f"{figures} is no evaluation ({error}); `headtrain eval {run}` makes it again") from None
-    for table in tables(sweep):
-        out.print(table)
+    _print(sweep)
     for name, path in _made(run, figures):
         if path.exists():
             out.print(f"{name:<9} {path}", markup=False)

@@ -114,38 +114,46 @@ def measure(
     The decodings of a prompt follow each other, in an order that rotates from prompt to prompt, so that a machine that
     grows slower or warmer hits all alike; short untimed decodings come first. journal: a file that each finished
     prompt is appended to; an interrupted measurement of the same cases and prompts, on the same machine, goes on from
-    there. It is left to the caller, who removes it once the results are safe. Raises ValueError for no prompts, a draft
-    that a drafter cannot make, a prompt longer than the target's context, or a replay of anything but greedy chains.
+    there. It is left to the caller, who removes it once the results are safe. Prompts longer than the target's context
+    are left out, as a server refuses them, and named in ``Sweep.skipped``. Raises ValueError for no prompts, or none
+    that fits, a draft that a drafter cannot make, or a replay of anything but greedy chains.
     """
     if not prompts:
         raise ValueError("no prompts to evaluate")
     if not cases:
         raise ValueError("no drafter to evaluate")
     context = target.shape.max_positions
-    if long := [f"{p.id} ({len(p.ids)})" for p in prompts if len(p.ids) > context]:
-        raise ValueError(f"prompts longer than the target's context of {context} tokens: {', '.join(long)}")
+    skipped = [f"{p.id or number} ({len(p.ids):,} tokens)" for number, p in enumerate(prompts) if len(p.ids) > context]
+    if len(skipped) == len(prompts):
+        raise ValueError(f"every prompt is longer than the target's context of {context:,} tokens: {_some(skipped)}")
     for case in cases:
         case.drafter.check(case.k, context)
         if case.replay and (case.temperature > 0 or case.drafter.tree):
             raise ValueError("replay answers greedy chains only: use decoding for trees and for temperatures above 0")
         if settings.acceptance == "typical" and case.temperature == 0:
             raise ValueError("typical acceptance is for temperatures above 0: leave temperature 0 out")
+    # numbers stay those of the whole list: they are in the results' names and in the seeds
+    fitting = [(number, p) for number, p in enumerate(prompts) if len(p.ids) <= context]
     run = _Measurement(target, cases, settings)
-    sweep = Sweep(describe_target(target), versions(target), [run.empty(case) for case in cases])
+    sweep = Sweep(describe_target(target), versions(target), [run.empty(case) for case in cases], skipped)
     for case in sweep.cases:
         case.target, case.versions = sweep.target, sweep.versions
     asked = [[c.drafter, c.settings] for c in sweep.cases]
     key = digest([sweep.target, sweep.versions, asked, [[p.ids, p.route] for p in prompts]])
-    with Journal(journal, key) as done, progress(len(prompts), "decoding", quiet) as advance:
-        if len(done) < len(prompts):
-            run.warm_up(prompts[0])
-        for number, prompt in enumerate(prompts):
-            if number >= len(done):
+    with Journal(journal, key) as done, progress(len(fitting), "decoding", quiet) as advance:
+        if len(done) < len(fitting):
+            run.warm_up(fitting[0][1])
+        for at, (number, prompt) in enumerate(fitting):
+            if at >= len(done):
                 done.append([result.to_dict() for result in run.prompt(number, prompt)])
-            for case, record in zip(sweep.cases, done[number], strict=True):
+            for case, record in zip(sweep.cases, done[at], strict=True):
                 case.results.append(PromptResult.from_dict(record))
             advance()
     return sweep
+
+
+def _some(names: Sequence[str], shown: int = 5) -> str:
+    return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")
 
 
 class _Measurement:

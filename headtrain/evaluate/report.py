@@ -17,7 +17,13 @@ from .results import ALL, DECODE, STORED, Evaluation, RouteSummary
 from .sweep import Sweep
 
 NOT_LOSSLESS = "typical acceptance: NOT lossless, the text is not distributed as the target's own"
+FOREIGN = (
+    "; elsewhere a draft that says what the target would counts as wrong in the table above, whose tau is no estimate "
+    "of decoding's then: go by the simulated tau, or decode (`headtrain regenerate` makes rows of the target's own)"
+)
 BLUE, GREY = "#2f6fb3", "#9aa5b1"
+NAMED = 5  # prompts left out that are named; eval.json has them all
+OWN_TEXT = 0.98  # share of greedy tokens from which rows count as the target's own; the rest is rounding
 SHOWN = 10  # depths that the tables show; eval.json has them all
 
 
@@ -26,6 +32,26 @@ def tables(sweep: Sweep) -> list[Table]:
     if len(sweep.cases) == 1:
         return [route_table(sweep.cases[0])]
     return [case_table(sweep), matrix(sweep)]
+
+
+def notes(sweep: Sweep) -> list[str]:
+    """What the tables leave out: prompts that were not evaluated, and how stored rows read beside training's own
+    figures. Each a line."""
+    lines = []
+    if sweep.skipped:
+        named = ", ".join(sweep.skipped[:NAMED]) + (", ..." if len(sweep.skipped) > NAMED else "")
+        lines.append(
+            f"{len(sweep.skipped)} prompts left out, longer than the target's context, which no server takes: {named}"
+        )
+    if (of := sweep.simulated) is not None:
+        alpha = " ".join("-" if a is None else f"{a:.2f}" for a in of.alpha)
+        lines += [
+            f"simulated tau {of.tau:.3f}, alpha {alpha}: the same rows as training measures held-out ones (every "
+            "position begins a chain, a draft is right where the target itself would say it)",
+            f"the rows' text is what the target itself would say, greedily, at {of.own:.1%} of its tokens"
+            + (FOREIGN if of.own < OWN_TEXT else ""),
+        ]
+    return lines
 
 
 def route_table(case: Evaluation) -> Table:
@@ -129,7 +155,7 @@ def caption(case: Evaluation) -> list[str]:
     if not case.lossless:
         lines.append(NOT_LOSSLESS)
     if settings["mode"] == STORED:
-        lines.append("teacher-forced on stored rows, nothing decoded: as decoding only where their answers are greedy")
+        lines.append("stored: walked over the rows' own text, a draft is right where it is that text; nothing decoded")
     if s.rounds and case.timed:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in s.shares.items())
         lines.append(f"time with drafts: {shares}")
@@ -174,6 +200,8 @@ def html_report(sweep: Sweep) -> str:
         sections.append(("All cases", _cases_html(sweep)))
     for case in sweep.cases:
         sections.append((title(case), _routes_html(case) + html_list(caption(case))))
+    if lines := notes(sweep):
+        sections.insert(1, ("Notes", html_list(lines)))
     made = ", ".join(f"{name} {value}" for name, value in sweep.versions.items())
     sections.append(("Made with", html_list([made])))
     kinds = ", ".join(dict.fromkeys(map(drafter_name, sweep.cases)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,28 @@ from .results import Evaluation, clean
 FORMAT = 2
 
 
+@dataclass(frozen=True)
+class Simulated:
+    """Of stored rows, measured as training measures held-out ones: simulated tau and alpha of a chain as deep as the
+    head was built to train. own: the share of the answers' tokens that the target itself would say there, greedily."""
+
+    tau: float
+    alpha: list[float | None]
+    own: float
+
+
 @dataclass
 class Sweep:
     """target: name, revision, dtype, weights, parameters, model_type. versions: of the software and the machine.
-    cases: one for each drafter, draft shape and temperature; all have the same prompts."""
+    cases: one for each drafter, draft shape and temperature; all have the same prompts. skipped: prompts that were left
+    out since they are longer than the target's context: "id (tokens)". simulated: see there; None where rows were not
+    stored."""
 
     target: dict[str, Any]
     versions: dict[str, Any]
     cases: list[Evaluation] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    simulated: Simulated | None = None
 
     @property
     def headline(self) -> Evaluation:
@@ -44,6 +58,8 @@ class Sweep:
                 "versions": self.versions,
                 "acceptance_of": head,
                 "acceptance": {name: r.model_dump(mode="json") for name, r in acceptance.items()},
+                "skipped": self.skipped,
+                "simulated": None if self.simulated is None else asdict(self.simulated),
                 "cases": [case.to_dict() for case in self.cases],
             }
         )
@@ -60,11 +76,13 @@ class Sweep:
                 raise TypeError("target.name or versions")
             target["dtype"]  # noqa: B018 (a KeyError where it is missing)
             cases = [Evaluation.from_dict(case, target, versions) for case in data["cases"]]
+            skipped, simulated = data.get("skipped", []), data.get("simulated")  # older files have neither
+            simulated = None if simulated is None else Simulated(**simulated)
         except (KeyError, TypeError) as error:
             raise ValueError(f"a damaged evaluation: {type(error).__name__}: {error}") from None
         if not cases:
             raise ValueError("an evaluation without a case")
-        return cls(target, versions, cases)
+        return cls(target, versions, cases, skipped, simulated)
 
     def write(self, path: Path) -> None:
         write_json(path, self.to_dict())

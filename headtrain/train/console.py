@@ -80,7 +80,8 @@ class TrainConsole:
         now = time.monotonic()
         took = max(now - self.last_time, 1e-9)
         speed = (packed - self.last_packed) / took
-        status = f"loss {numbers['loss']:.3f} tau {numbers['tau']:.3f} depth {numbers['depth']} {speed:,.0f} tokens/s"
+        status = f"loss {numbers['loss']:.3f} simulated tau {numbers['tau']:.3f} depth {numbers['depth']}"
+        status += f" {speed:,.0f} tokens/s"
         left = clock(self.left(step, took))
         self.bar.update(self.task, completed=step, status=f"{status} left {left}")
         if self.bar.disable:

@@ -34,18 +34,14 @@ def unflatten(flat: Tensor) -> LossSums:
 def report(sums: LossSums) -> dict[str, Any]:
     """JSON-able numbers. loss: weighted, a supervised position. The lists have one entry a depth: loss, greedy
     accuracy, expected acceptance under sampling, alpha (conditional acceptance of greedy drafting), cumulative
-    (product of alphas). tau = 1 + sum of cumulative: the simulated acceptance length of a chain as deep as the sums.
-    A depth without any pair reads None, and 0 in ``cumulative``.
+    (product of alphas). tau: the simulated acceptance length of a chain as deep as the sums (``LossSums.simulated``),
+    not that of a decoding. A depth without any pair reads None, and 0 in ``cumulative``.
     """
     sums = sums.detached()
-    alpha = _ratios(sums.chain_hits, sums.chain_pairs)
-    cumulative, product = [], 1.0
-    for a in alpha:
-        product *= a or 0.0
-        cumulative.append(product)
+    tau, alpha, cumulative = sums.simulated()
     return {
         "loss": float(sums.total) / max(float(sums.count), 1.0),
-        "tau": 1.0 + sum(cumulative),
+        "tau": tau,
         "supervised": int(sums.count),
         "alpha": alpha,
         "cumulative": cumulative,

@@ -288,7 +288,7 @@ def write(backend: Backend, curve: MetricsFile, line: dict[str, Any]) -> None:
 
 def summary(numbers: dict[str, Any]) -> str:
     alpha = " ".join("-" if a is None else f"{a:.2f}" for a in numbers["alpha"])
-    return f"loss {numbers['loss']:.3f} tau {numbers['tau']:.3f} alpha {alpha}"
+    return f"loss {numbers['loss']:.3f} simulated tau {numbers['tau']:.3f} alpha {alpha}"
 
 
 def check_accumulation(settings: TrainSection, ranks: int) -> None:

@@ -13,9 +13,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from headtrain.capture import capture
-from headtrain.cli import app
+from headtrain.cli import app, expected_errors
 from headtrain.commands.evaluation import LOCK
-from headtrain.config import Recipe, RecipeError, TargetSection
+from headtrain.config import Recipe, RecipeError, TargetSection, load_recipe
 from headtrain.data import DataError
 from headtrain.decode.draft_model import TokenizerMismatch
 from headtrain.evaluate.sweep import Sweep
@@ -134,6 +134,72 @@ def test_stored_rows_need_no_decoding(place, tmp_path, monkeypatch):
     assert len(Sweep.read(tmp_path / "eval.json").cases[0].results) == 2
 
 
+def test_stored_rows_say_what_training_said_of_them(place, tmp_path):
+    """The held-out tau that training prints comes back, to the last digit that it prints, under the same name."""
+    from headtrain.train.backend import Backend
+    from headtrain.train.setup import prepare_run
+    from headtrain.train.trainer import summary, train
+
+    recipe = load_recipe(place / "eagle" / "recipe.yaml")
+    recipe.output, recipe.features.dir = str(tmp_path / "run"), str(place / "eagle" / "features")
+    recipe.train.steps = recipe.train.eval_every = recipe.train.save_every = 2
+    recipe.train.batch_tokens, recipe.train.precision = 64, "fp32"
+    backend = Backend("fp32", [], recipe.output_dir)
+    printed = summary(train(recipe, prepare_run(recipe, backend, Console(quiet=True)), backend).evaluation)
+    result = run(tmp_path / "run", "--mode", "stored", "--k", "3")
+    of = Sweep.read(tmp_path / "run" / "eval" / "eval.json").simulated
+    assert f"simulated tau {of.tau:.3f}" in printed and f"simulated tau {of.tau:.3f}" in result.output
+    assert of.own < 0.5 and f"at {of.own:.1%} of its tokens; elsewhere a draft" in result.output
+    again = CliRunner().invoke(app, ["report", str(tmp_path / "run")], catch_exceptions=False).output
+    assert f"simulated tau {of.tau:.3f}" in again
+
+
+@pytest.mark.parametrize("mode", ["decode", "replay"])
+def test_a_prompt_longer_than_the_context_is_left_out_and_named(place, tmp_path, mode):
+    """The others are evaluated as they would be without it, their sampling included."""
+    asked = [json.loads(line) for line in (place / "prompts.jsonl").read_text().splitlines()]
+    long = {"id": "longest", "route": "a", "messages": [{"role": "user", "content": "word " * 600}]}
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*asked, long]))
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    told = {}
+    for name in "pq":
+        result = run(place / "eagle", "--mode", mode, "--prompts", tmp_path / f"{name}.jsonl", "--out", tmp_path / name)
+        told[name] = result.output
+    p, q = (Sweep.read(tmp_path / name / "eval.json") for name in "pq")
+    assert [r.rounds for r in p.cases[0].results] == [r.rounds for r in q.cases[0].results] != []
+    (skipped,) = p.skipped
+    assert skipped.startswith("longest (") and q.skipped == []
+    assert f"1 prompts left out, longer than the target's context, which no server takes: {skipped}" in told["p"]
+    assert "left out" not in told["q"]
+    assert "longest" in (tmp_path / "p" / "eval.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["eval"], ["export", "--out", "{to}"], ["vocab", "--size", "10", "--out", "{to}"], ["stitch", "--out", "{to}"],
+        ["report"], ["check", "--target", "{target}"], ["push", "a/b"],
+        ["import", "--target", "{target}", "--out", "{to}"],
+    ],
+    ids=lambda a: a[0],
+)  # fmt: skip
+@pytest.mark.parametrize("there", ["nothing", "a file", "an empty folder"])
+def test_a_run_that_is_not_there_is_called_so(place, tmp_path, arguments, there):
+    """One line that names the path, and no advice to train what was mistyped."""
+    path = tmp_path / "mistyped"
+    if there == "a file":
+        path.write_text("x")
+    elif there == "an empty folder":
+        path.mkdir()
+    verb, *more = [a.format(to=tmp_path / "to", target=place / "target") for a in arguments]
+    result = CliRunner().invoke(app, [verb, str(path), *more])
+    said = str(result.exception)
+    assert isinstance(result.exception, expected_errors()) and str(path) in said
+    assert "Traceback" not in result.output and "Errno" not in said
+    assert there == "an empty folder" or "checkpoints" not in said
+    assert not (tmp_path / "to").exists()
+
+
 def test_what_is_measured_is_safe_before_the_journal_goes(place, tmp_path):
     (tmp_path / "eval.json").mkdir()
     with pytest.raises(OSError):
@@ -206,7 +272,7 @@ def test_baselines_alone(place, tmp_path):
         (["{eagle}", "--target", "{other}"], RecipeError, "trained on another target"),
         (["{eagle}", "--drafter", "model:{words}"], TokenizerMismatch, "ids differ"),
         (["{eagle}", "--prompts", "{empty}"], DataError, "empty"),
-        (["{eagle}", "--prompts", "{long}"], RecipeError, "longer than the target's context"),
+        (["{eagle}", "--prompts", "{long}"], RecipeError, "every prompt is longer than the target's context of 512"),
         (["{eagle}", "--tree", "512"], RecipeError, "need 513 positions, the target's context has 512"),
         (["{medusa}", "--k", "4"], RecipeError, "drafts at most 3"),
         (["{eagle}", "--k", "0"], RecipeError, "nothing to draft"),

@@ -12,6 +12,7 @@ from headtrain.decode.generate import Round, generate
 from headtrain.evaluate.acceptance import Case, Prompt, Settings, measure
 from headtrain.evaluate.ranks import rank_accuracy
 from headtrain.evaluate.replay import Matches, replay
+from headtrain.evaluate.report import notes
 from headtrain.evaluate.stored import measure_stored
 from headtrain.heads.catalog import build_head, parse_head
 from headtrain.target.model import Target
@@ -81,7 +82,9 @@ def test_the_targets_own_text_gives_the_decoded_rounds(target, config, monkeypat
     want = measure(target, [Case(drafter, k) for k in (1, 3)], PROMPTS, settings, quiet=True)
     for tokens in (4096, 40):
         monkeypatch.setattr(module, "BATCH_TOKENS", tokens)
-        got = measure_stored(Rows(rows, target.features, drafter.head.wants()), drafter, [1, 3], {}, {}, quiet=True)
+        got = measure_stored(
+            Rows(rows, target.features, drafter.head.wants()), drafter, target.teacher(), [1, 3], {}, {}, quiet=True
+        )
         for a, b in zip(got.cases, want.cases, strict=True):
             assert a.settings["mode"] == "stored" and [r.route for r in a.results] == list("abab")
             for mine, theirs in zip(a.results, b.results, strict=True):
@@ -89,15 +92,49 @@ def test_the_targets_own_text_gives_the_decoded_rounds(target, config, monkeypat
                 assert settled(mine.rounds, 3) == settled(theirs.rounds, 3) != []
     assert max(x.accepted for r in got.cases[1].results for x in r.rounds) >= 2
     two = Row(rows[0].ids + rows[1].ids, rows[0].turn + [2 * t for t in rows[1].turn], "both", "c")
-    (case,) = measure_stored(Rows([two], target.features, drafter.head.wants()), drafter, [3], {}, {}, quiet=True).cases
+    (case,) = measure_stored(
+        Rows([two], target.features, drafter.head.wants()), drafter, target.teacher(), [3], {}, {}, quiet=True
+    ).cases
     assert [(r.id, r.speculative.tokens) for r in case.results] == [("both#1", 24), ("both#2", 24)]
     assert case.results[0].rounds == got.cases[1].results[0].rounds
+
+
+@pytest.mark.parametrize("config", HEADS, ids=lambda c: c["kind"])
+@pytest.mark.parametrize("text", ["own", "foreign"])
+def test_training_and_stored_rows_have_one_simulated_tau(target, config, text, monkeypatch):
+    """Training's number comes back from the same rows, whatever text they have. tau itself judges by the text,
+    and the report says how much of that is the target's own."""
+    from headtrain.evaluate import stored as module
+    from headtrain.train.metrics import report
+
+    rows = answers(target)
+    drafter = drafter_of(target, config, rows)
+    if text == "foreign":  # every fourth token is another
+        rows = [Row([(x + 5) % 384 if n > 7 and n % 4 == 0 else x for n, x in enumerate(r.ids)], r.turn) for r in rows]
+    batch = Batch.pack(rows)
+    with torch.no_grad():
+        features = target.features(batch, drafter.head.wants())
+        sums = drafter.head.loss(batch, features, target.teacher(), drafter.head.wants().depth)
+    monkeypatch.setattr(module, "BATCH_TOKENS", 70)
+    stored = Rows(rows, target.features, drafter.head.wants())
+    sweep = measure_stored(stored, drafter, target.teacher(), [4], {"name": "t", "dtype": "float32"}, {}, quiet=True)
+    got, trained, walked = sweep.simulated, report(sums), sweep.cases[0].summary().tau
+    assert got.tau == pytest.approx(trained["tau"], abs=0.02) and got.tau > 1.02
+    assert got.alpha == pytest.approx(trained["alpha"], abs=0.05)  # one near-tie may fall otherwise
+    lines = "\n".join(notes(sweep))
+    assert f"simulated tau {got.tau:.3f}" in lines and f"at {got.own:.1%} of its tokens" in lines
+    if text == "own":
+        assert got.own > 0.98 and walked > 1.3 and "is no estimate of decoding's" not in lines
+    else:
+        assert 0.05 < got.own < 0.9 and "is no estimate of decoding's" in lines
 
 
 def test_a_turn_that_begins_a_row_cannot_be_drafted(target):
     drafter = drafter_of(target, HEADS[1], answers(target)[:1])
     row = Row([5, 6, 7, 8], [1, 1, 0, 2], "x")
-    (case,) = measure_stored(Rows([row], target.features, drafter.head.wants()), drafter, [2], {}, {}, quiet=True).cases
+    (case,) = measure_stored(
+        Rows([row], target.features, drafter.head.wants()), drafter, target.teacher(), [2], {}, {}, quiet=True
+    ).cases
     assert [(r.id, r.rounds) for r in case.results] == [("x#2", [])]
     assert replay(Matches([2], [0]), 2, prompt=3) == [] and Round(0, 0, 1) != Round(0, 0, 1, 1)
 
