@@ -30,6 +30,7 @@ from ..metadata import MetadataError
 from ..target.shape import TargetError
 from .backend import Backend
 from .checkpoint import CheckpointError
+from .launched import check_ranks
 from .lock import run_lock
 from .nodes import keeps
 from .setup import prepare_run
@@ -67,6 +68,11 @@ def main(
     """
     follow_launcher()
     console = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        check_ranks()
+    except RecipeError as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        raise typer.Exit(2) from None
     try:
         if dry_run:
             of = load_recipe(recipe, overrides or [])

@@ -8,11 +8,18 @@ from __future__ import annotations
 import copy
 import json
 import os
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+
+OTHER_PORT = (
+    "choose another one: `accelerate launch --main_process_port N`, `torchrun --master-port N`, or MASTER_PORT=N for "
+    "every rank of a launcher of your own"
+)
 
 
 class RankError(RuntimeError):
@@ -35,25 +42,43 @@ class Board:
         """Connects within ``timeout`` seconds, or raises RankError."""
         env = os.environ
         self.rank, self.world = rank, world
-        host, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", 29500))
+        host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         self.where = f"{host}:{port}"
         self.hosted = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # the store ends with this rank
-        seconds = timedelta(seconds=timeout)
-        try:  # torch's own rendezvous shares the server: multi_tenant
-            self._client = dist.TCPStore(
-                host, port, None, self.hosted, seconds, wait_for_workers=False, multi_tenant=True
-            )
+        seconds, made = timedelta(seconds=timeout), Future()
+
+        def connect() -> None:
+            try:  # torch's own rendezvous shares the server: multi_tenant
+                store = dist.TCPStore(host, port, None, self.hosted, seconds, wait_for_workers=False, multi_tenant=True)
+                made.set_result(store)
+            except Exception as error:
+                made.set_exception(error)
+
+        # in a thread: torch waits for ever for an answer of what listens there, and no signal is handled meanwhile
+        threading.Thread(target=connect, daemon=True).start()
+        try:
+            self._client = made.result(timeout + 1)
+        except TimeoutError:
+            raise RankError(self._no_rendezvous("no answer", timeout)) from None
         except dist.DistError as error:
-            raise RankError(
-                f"rank {rank}: no rendezvous at {self.where} within {timeout:g} s: rank 0 of {world} did not start "
-                f"there, or the address or port is wrong ({_first_line(error)})"
-            ) from None
+            raise RankError(self._no_rendezvous(_first_line(error), timeout)) from None
         self._open()
 
     def _open(self) -> None:
         prefix = f"headtrain/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         self._store = dist.PrefixStore(prefix, self._client)
         self._seen: dict[int, tuple[str, float]] = {}  # by rank: the last sign of life and when it was noticed
+
+    def _no_rendezvous(self, why: str, timeout: float) -> str:
+        if self.hosted and "EADDRINUSE" in why:
+            port = self.where.rpartition(":")[2]
+            return (
+                f"rank 0: port {port}, where the ranks are to meet, is in use by another program ({why}); {OTHER_PORT}"
+            )
+        return (
+            f"rank {self.rank}: no rendezvous at {self.where} within {timeout:g} s: rank 0 of {self.world} did not "
+            f"start there (see what it says), or another program has that port, or the address or port is wrong ({why})"
+        )
 
     def clone(self) -> Board:
         """Another client of the same store."""
@@ -66,6 +91,10 @@ class Board:
 
     def put(self, name: str, value: str = "") -> None:
         self._store.set(f"{name}/{self.rank}", value)
+
+    def claim(self, name: str, value: str) -> str:
+        """``put``, unless this rank has a value already; returns the one that it has."""
+        return self._store.compare_set(f"{name}/{self.rank}", "", value).decode()
 
     def all(self, name: str) -> list[str] | None:
         """The values of all ranks, in their order; None while one is missing."""

@@ -20,7 +20,35 @@ from .replicated import HeadLoss, Replicated
 from .sharded import Sharded
 from .zero import Zero
 
+_EACH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+_MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # accelerate reads them
 FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
+
+
+def check_ranks() -> None:
+    """Whether all is set that a process of several needs to know. Raises RecipeError: with some of it missing, parts of
+    torch and accelerate would take it for one process and others for a rank, and wait for each other."""
+    env = os.environ
+    several = [name for name in ("RANK", "LOCAL_RANK") if name in env]
+    several += [name for name in ("WORLD_SIZE", *_MPI_SIZES) if env.get(name, "1") != "1"]
+    if not several or (several == ["RANK"] and (env["RANK"], env.get("WORLD_SIZE")) == ("0", "1")):
+        return
+    if missing := [name for name in _EACH if not env.get(name)]:
+        found = ", ".join(f"{name}={env[name]}" for name in several)
+        raise RecipeError(
+            f"{found} is set, and {', '.join(missing)} not: each of several processes needs {', '.join(_EACH)}. "
+            "`accelerate launch --config_file recipes/backend/ddp.yaml -m headtrain.train` and `torchrun -m "
+            f"headtrain.train` set them, see scripts/launch/README.md; for one process unset {', '.join(several)}"
+        )
+    numbers = {name: env[name] for name in _EACH if name != "MASTER_ADDR"}
+    if bad := [f"{name}={value}" for name, value in numbers.items() if not value.isdecimal()]:
+        raise RecipeError(f"{', '.join(bad)}: expected whole numbers from 0")
+    rank, local, world, port = (int(value) for value in numbers.values())
+    if not (rank < world and local < world and 0 < port < 65536):
+        raise RecipeError(
+            f"RANK={rank}, LOCAL_RANK={local}, WORLD_SIZE={world}, MASTER_PORT={port}: expected ranks below WORLD_SIZE "
+            "and a port from 1 to 65535"
+        )
 
 
 def strategy() -> Callable[[HeadLoss, int], Replicated]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .board import Board, End, RankError
+from .board import OTHER_PORT, Board, End, RankError
 
 BEAT = 1.0  # seconds between signs of life
 LAPSE = 60.0  # a rank without one for so long is dead; with a broken connection to some rank, a tenth is enough
@@ -122,7 +122,10 @@ class Watch:
         """Wait until all ranks are there. Raises RankError naming those that did not come."""
         until = time.monotonic() + self.timeout
         self._board = Board(self.rank, self.world, self.timeout)
-        self._board.put("here", self._me)
+        if (other := self._board.claim("here", self._me)) != self._me:  # nothing is put down there: it is not ours
+            raise RankError(
+                f"rank {self.rank}: another run has the port of {self._board.where}, {other} is there; {OTHER_PORT}"
+            )
         while (names := self._board.all("here")) is None:
             self._end = self._board.end()
             self._raise_end()

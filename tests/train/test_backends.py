@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import backend_ranks
 import checkpoint_families
@@ -153,6 +154,27 @@ def test_what_is_not_there_is_refused(monkeypatch, env, message):
         monkeypatch.setenv(name, value)
     with pytest.raises(RecipeError, match=message):
         launched.strategy()
+
+
+def test_all_that_a_rank_must_know_or_nothing(monkeypatch):
+    whole = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name in (*whole, "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def check(**env: str) -> None:
+        with mock.patch.dict(os.environ, env):
+            launched.check_ranks()
+
+    for fine in ({}, whole, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"MASTER_PORT": "29500"}):
+        check(**fine)
+    for name in whole:
+        with pytest.raises(RecipeError, match=rf"is set, and {name} not: .*accelerate launch.*torchrun"):
+            check(**{n: value for n, value in whole.items() if n != name})
+    with pytest.raises(RecipeError, match="OMPI_COMM_WORLD_SIZE=2 is set, and RANK, LOCAL_RANK"):
+        check(OMPI_COMM_WORLD_SIZE="2")
+    for name, value in (("RANK", "-1"), ("RANK", "2"), ("WORLD_SIZE", "two"), ("MASTER_PORT", "70000")):
+        with pytest.raises(RecipeError, match=f"{name}={value}.*expected"):
+            check(**{**whole, name: value})
 
 
 def test_strategy_follows_the_launcher(monkeypatch):

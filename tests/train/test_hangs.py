@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -138,6 +139,56 @@ def test_a_rank_that_hangs_is_named_with_its_place(tmp_path):
 def test_a_rank_that_never_starts(tmp_path, there, message):
     assert ranks.finish(go(tmp_path, {}, 2.0, only=(there,))) == [2]
     assert message in " ".join(said(tmp_path, there).split())
+
+
+@pytest.fixture
+def mute(monkeypatch):
+    """A program that has the port where ranks would meet, accepts whoever comes and says nothing."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        monkeypatch.setattr(ranks, "free_port", lambda: server.getsockname()[1])
+        yield
+
+
+def test_a_port_that_another_program_has(mute, tmp_path):
+    assert ranks.finish(go(tmp_path, {}, 2.0), 60.0) == [2, 2]
+    texts = [" ".join(said(tmp_path, rank).split()) for rank in (0, 1)]
+    assert "is in use by another program" in texts[0] and "--main_process_port" in texts[0]
+    assert "no rendezvous at 127.0.0.1" in texts[1] and "another program has that port" in texts[1]
+
+
+def test_sigterm_to_a_rank_that_waits_for_an_answer(mute, tmp_path):
+    started = go(tmp_path, {}, 60.0, only=(1,))
+    until(lambda: (tmp_path / "rank-1.log").exists())
+    time.sleep(1.0)
+    os.kill(started[0].pid, signal.SIGTERM)
+    assert ranks.finish(started, 30.0) == [0], said(tmp_path, 1)
+
+
+def test_two_runs_with_the_same_port_do_not_meet(tmp_path, monkeypatch):
+    """The second one ends, the first one does not notice."""
+    port = ranks.free_port()
+    monkeypatch.setattr(ranks, "free_port", lambda: port)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir(), second.mkdir()
+    running, curve = go(first, {"pause": 0.2, "train": {"steps": 40}}), first / "run/metrics.jsonl"
+    until(lambda: curve.exists() and curve.read_text())
+    assert ranks.finish(go(second, {})) == [2, 2]
+    assert "is in use by another program" in said(second, 0) and "another run has the port" in said(second, 1)
+    assert ranks.finish(running) == [0, 0], said(first, 0)
+
+
+@pytest.mark.parametrize("there", [("RANK",), ("RANK", "WORLD_SIZE"), ("WORLD_SIZE",), ("LOCAL_RANK",)])
+def test_a_rank_that_was_told_half(tmp_path, there):
+    """A launcher made by hand: nobody waits, and the error says what to set."""
+    values = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    env = {name: values[name] for name in there}
+    process = ranks.start(run_rank, 1, str(tmp_path), {}, TIMEOUT, log=tmp_path / "rank-1.log", env=env)
+    assert ranks.finish([process], 60.0) == [2]
+    text = said(tmp_path, 1)
+    missing = [n for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR") if n not in there]
+    assert f"is set, and {', '.join(missing)} not" in text and "`torchrun" in text and "Traceback" not in text
 
 
 def test_a_rank_that_would_wait_longer_reads_who_is_missing(tmp_path):
