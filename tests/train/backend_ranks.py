@@ -11,9 +11,10 @@ from unittest import mock
 import torch
 import toyhead
 import yaml
+from rich.console import Console
 from test_conformance import VARIANTS
 
-from headtrain.config import JointSection, LoraSection, TargetSection, TrainSection
+from headtrain.config import JointSection, LoraSection, Recipe, TargetSection, TrainSection
 from headtrain.heads.base import DraftHead
 from headtrain.heads.catalog import HEADS, build_head, parse_head
 from headtrain.heads.io import head_tensors, save_tensors
@@ -23,7 +24,9 @@ from headtrain.train.backend import Backend
 from headtrain.train.joint import Joint, no_features
 from headtrain.train.lora import inject
 from headtrain.train.metrics import flatten, unflatten, zeros
+from headtrain.train.setup import prepare_run
 from headtrain.train.trainer import train
+from headtrain.train.watch import Watch
 from headtrain.types import Batch, Features, Row
 
 RECIPES = Path(__file__).parents[2] / "recipes/backend"
@@ -168,6 +171,24 @@ def train_toy(rank: int, out: str, name: str, settings: dict, stop: int | None) 
     setup.head.loss = loss
     result = train(recipe, setup, backend)
     assert result.step == (stop or result.total), result
+    leave()
+
+
+def train_joint(rank: int, recipe: dict, name: str, stop: int | None) -> None:
+    """A recipe with ``train.joint``, as a command trains it, on backend ``name``; stopped in step ``stop``."""
+    with Watch(60.0) as watch:
+        of, backend = Recipe(**recipe), backend_of(name)
+        setup = prepare_run(of, backend, Console(quiet=True), watch)
+        good = setup.joint.at
+
+        def at(step: int, total: int) -> None:
+            good(step, total)
+            if rank == 0 and step == stop:
+                signal.raise_signal(signal.SIGTERM)
+
+        setup.joint.at = at
+        result = train(of, setup, backend, False, watch)
+        assert result.step == (stop or result.total), result
     leave()
 
 

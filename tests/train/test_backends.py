@@ -13,6 +13,7 @@ import backend_ranks
 import checkpoint_families
 import pytest
 import ranks
+import test_joint
 import tiny
 import torch
 from test_conformance import FAMILIES
@@ -97,7 +98,7 @@ STAGES = [{"fraction": 0.5, "depth": 1}, {"fraction": 0.5, "depth": 3}]
 TOY = dict(steps=6, accumulation=6, log_every=1, eval_every=3, save_every=6, warmup=1, depth_schedule=STAGES)
 CHAINS = [
     [("ddp", 3, 2), ("fsdp2", 3, None)],
-    pytest.param([("fsdp2", 2, 2), ("single", 1, 4), ("zero1", 3, None)], marks=ZERO),
+    pytest.param([("fsdp2", 2, 2), ("zero3", 3, 3), ("single", 1, 4), ("zero1", 3, None)], marks=ZERO),
     pytest.param([("zero3", 3, 2), ("zero2-offload", 2, 4), ("fsdp2", 2, None)], marks=ZERO),
     pytest.param([("zero2", 3, 4), ("zero3-offload", 2, None)], marks=ZERO),
 ]
@@ -130,6 +131,48 @@ def test_a_run_goes_on_with_other_ranks_and_backends(tmp_path, toy_alone, chain)
         assert one.keys() == many.keys()
         for name in one:
             torch.testing.assert_close(many[name], one[name], rtol=1e-4, atol=5e-5)
+
+
+JOINT_CHAINS = [
+    [("ddp", 2, 1), ("fsdp2", 2, 3), ("single", 1, None)],
+    pytest.param([("zero3", 2, 1), ("zero2", 2, 3), ("fsdp2", 2, None)], marks=ZERO),
+    pytest.param([("zero1", 2, 3), ("zero3", 2, None)], marks=ZERO),
+]
+
+
+@pytest.fixture(scope="module")
+def joint_alone(tiny_folder, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("joint")
+    run_ranks(backend_ranks.train_joint, 1, folder / "logs", joint_recipe(tiny_folder, folder / "run"), "single", None)
+    return folder / "run"
+
+
+def joint_recipe(target: Path, output: Path) -> dict:
+    data = output.parent / "rows.jsonl"
+    test_joint.write_rows(data)
+    return test_joint.recipe_for(target, data, output, keep=1, log_every=1).model_dump()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", JOINT_CHAINS, ids=lambda c: "-".join(name for name, *_ in c))
+def test_a_joint_run_on_several_backends_is_one_process_s(tmp_path, tiny_folder, joint_alone, chain):
+    """Head and target trained together, through a stage of the head alone, dropout, evaluation and saving the merged
+    target, stopped and gone on with elsewhere."""
+    recipe = joint_recipe(tiny_folder, tmp_path / "run")
+    for number, (name, world, stop) in enumerate(chain):
+        run_ranks(backend_ranks.train_joint, world, tmp_path / f"logs-{number}", recipe, name, stop)
+    one, many = ([json.loads(x) for x in (f / "metrics.jsonl").open()] for f in (joint_alone, tmp_path / "run"))
+    assert [(x["kind"], x["step"]) for x in one] == [(x["kind"], x["step"]) for x in many]
+    for a, b in zip(one, many, strict=True):
+        for key in ("loss", "tau", "grad_norm", "supervised"):
+            if key in a:
+                assert a[key] == pytest.approx(b[key], rel=1e-4), (a["step"], key)
+    for file in ("head", "optimizer", "adapter/adapter_model", "merged/model"):
+        path = f"checkpoints/step-000004/{file}.safetensors"
+        one, many = (read_tensors(f / path) for f in (joint_alone, tmp_path / "run"))
+        assert one.keys() == many.keys()
+        for name in one:
+            assert float((many[name].float() - one[name].float()).abs().mean()) <= 2e-5, (file, name)
 
 
 ENVIRONMENTS = [

@@ -222,16 +222,20 @@ def recipe_for(folder, data, output, **train) -> Recipe:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def trained(tiny_folder, tmp_path_factory, backend):
-    folder = tmp_path_factory.mktemp("joint")
-    data, quiet = folder / "rows.jsonl", Console(quiet=True)
+def write_rows(data) -> None:
     lines = []
     for i in range(10):
         words = [WORDS[(i * 7 + j * (1 + i % 3)) % 12] for j in range(12)]
         turns = [("user", " ".join(words[:3])), ("assistant", " ".join(words[2:]))]
         lines.append(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}))
     data.write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_folder, tmp_path_factory, backend):
+    folder = tmp_path_factory.mktemp("joint")
+    data, quiet = folder / "rows.jsonl", Console(quiet=True)
+    write_rows(data)
     recipe = recipe_for(tiny_folder, data, folder / "whole")
     setup = prepare_run(recipe, backend, quiet)
     return folder, data, train(recipe, setup, backend)
