@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,8 +31,9 @@ from .data.meter import Meter
 from .data.order import Windows
 from .data.produce import fill, tokens_of
 from .data.sources import read_conversations
-from .data.storage import open_storage
+from .data.storage import Storage, no_room, open_storage
 from .data.store import FeatureStore, StoreWriter
+from .data.store_writer import ROOM
 from .data.stream import FeatureStream, produce, shard_sizes
 from .data.workers import Workers
 from .heads.catalog import build_head, parse_head
@@ -162,6 +163,12 @@ def load(
     """The target, on this process's own device, what the head reads of it, and the rows. Target and rows are loaded as
     far as they are not given; a head that cannot start from this target is refused before rows are read."""
     if target is None:
+        if recipe.target.shard != "none":
+            raise RecipeError(
+                f"target.shard={recipe.target.shard}: features are captured by whole targets only, one in each "
+                "process. Set target.shard=none (and target.dtype, or a device that holds it); or train without "
+                "stored features, where a target may be split: features.mode=online"
+            )
         console.print(f"loading the target {recipe.target.path}", markup=False)
         target = load_target(recipe.target, f"cuda:{launched('LOCAL_RANK')}" if torch.cuda.is_available() else "cpu")
     wants = head_wants(recipe, target.shape, target.weights())
@@ -179,31 +186,40 @@ def launched(name: str) -> int:
 
 
 def fill_stores(recipe: Recipe, target: Any, wants: Wants, rows: dict[str, Rows], console: Console) -> None:
-    """Complete the store of each of these splits, together with whoever else is at it."""
+    """Complete the store of each of these splits, together with whoever else is at it. What is complete may lie where
+    nothing can be written."""
     folder = recipe.features_dir
+    if launched("WORLD_SIZE") > 1:
+        refuse_own_memory(folder, "the processes of this launch")
     plans = {name: plan_store(recipe, target, wants, split.rows, name) for name, split in rows.items()}
-    with ExitStack() as stack:
-        workers = {name: stack.enter_context(join(recipe, folder / name, console)) for name in plans}
-        writers = {name: StoreWriter(workers[name].storage, plan, workers[name]) for name, plan in plans.items()}
-        todo = {name: writer.todo() for name, writer in writers.items()}
-        needed = announce(console, folder, plans, todo)
-        if needed:
-            check_disk(folder, needed)
-            work = sum(tokens_of(plans[name], rows[name].lengths, shards) for name, shards in todo.items())
+    writers = {name: StoreWriter(folder / name, plan) for name, plan in plans.items()}
+    todo = {name: writer.todo() for name, writer in writers.items()}
+    sizes = {name: shard_sizes(plans[name], rows[name].rows) for name, shards in todo.items() if shards}
+    announce(console, folder, plans, todo, sizes)
+    if not sizes:
+        for writer in writers.values():
+            join(recipe, writer.storage, console).tidy()
+    else:
+        with saying_why_not_written(folder), ExitStack() as stack:
+            workers = {name: stack.enter_context(join(recipe, writers[name].storage, console)) for name in sizes}
+            for name, those in workers.items():
+                writers[name].join(those)
+            work = sum(tokens_of(plans[name], rows[name].lengths, todo[name]) for name in sizes)
             with Meter(console, work) as meter:
-                for name, writer in writers.items():
-                    asked = plans[name].holds(wants)
-                    fill(writer, workers[name], rows[name].rows, target, asked, recipe.features.batch_tokens, meter)
+                for name in sizes:
+                    asked, tokens = plans[name].holds(wants), recipe.features.batch_tokens
+                    fill(writers[name], workers[name], rows[name].rows, target, asked, tokens, meter)
             console.print(meter.summary(), markup=False)
     for name, plan in plans.items():
-        storage = open_storage(folder / name)
+        storage, before = writers[name].storage, "" if name in sizes else "; it was complete already"
         size = sum(storage.size(shard_name(n)) for n in range(len(plan.shards) - 1))
-        console.print(f"{storage}: {plan.rows:,} rows, {plan.tokens:,} tokens, {human(size)}", markup=False)
+        console.print(f"{storage}: {plan.rows:,} rows, {plan.tokens:,} tokens, {human(size)}{before}", markup=False)
 
 
 def stream(recipe: Recipe, *, console: Console) -> None:
     """Capture for a training that reads at the same time: the held-out rows wholly, then what training needs next,
     until it has finished. Raises as ``capture`` does, and StoreError where training does not come (back)."""
+    refuse_own_memory(recipe.features_dir, "capture and the training that reads beside it")
     target, wants, rows = load(recipe, None, None, console)
     settings = recipe.features
     fill_stores(recipe, target, wants, {name: split for name, split in rows.items() if name != "train"}, console)
@@ -212,10 +228,11 @@ def stream(recipe: Recipe, *, console: Console) -> None:
     sizes, windows, seed = shard_sizes(plan, train.rows), windows_of(recipe, plan), recipe.train.seed
     budget = settings.keep_gb * 1e9 if settings.keep_gb else math.inf
     keep, order = (None, None) if sum(sizes) <= budget else (round(budget), windows.name(seed))
-    with join(recipe, place, console, order, keep) as workers:
-        writer = StoreWriter(workers.storage, plan, workers)
-        needed = announce(console, recipe.features_dir, {"train": plan}, {"train": writer.todo()})
-        check_disk(place, min(needed, round(budget) if settings.keep_gb else needed))
+    writer = StoreWriter(place, plan)
+    todo = writer.todo()
+    announce(console, recipe.features_dir, {"train": plan}, {"train": todo}, {"train": sizes}, keep)
+    with saying_why_not_written(place), join(recipe, writer.storage, console, order, keep) as workers:
+        writer.join(workers)
         with Meter(console, train.tokens) as meter:
             produce(
                 writer,
@@ -238,6 +255,7 @@ def open_stream(
     recipe: Recipe, target: Any, wants: Wants, rows: Sequence[Row], rank: int, console: Console
 ) -> FeatureStream:
     """The training rows' features as ``stream`` captures them, in other processes."""
+    refuse_own_memory(recipe.features_dir, "training and the capture that writes beside it")
     return FeatureStream(
         open_storage(recipe.features_dir / "train"),
         plan_store(recipe, target, wants, rows, "train"),
@@ -257,23 +275,27 @@ def windows_of(recipe: Recipe, plan: Manifest) -> Windows | None:
 
 
 def join(
-    recipe: Recipe, place: Path | Url, console: Console, order: str | None = None, keep: int | None = None
+    recipe: Recipe, storage: Storage, console: Console, order: str | None = None, keep: int | None = None
 ) -> Workers:
-    """This process as a worker on the store in ``place``; the first of a launch looks after the others. order, keep:
-    see ``Worker``."""
+    """This process as a worker on a store; the first of a launch looks after the others. order, keep: see
+    ``Worker``."""
     rank = launched("RANK")
     loud = console if rank == 0 else Console(stderr=True, soft_wrap=True, highlight=False)
-    return Workers(open_storage(place), "capture", loud, recipe.features.timeout, rank, rank == 0, order, keep)
+    return Workers(storage, "capture", loud, recipe.features.timeout, rank, rank == 0, order, keep)
 
 
-def announce(console: Console, folder: Path | Url, plans: dict[str, Manifest], todo: dict[str, list[int]]) -> int:
-    """Say what will be stored and what is left of it; returns the bytes that are still to be written."""
-    needed = 0
+def announce(
+    console: Console,
+    folder: Path | Url,
+    plans: dict[str, Manifest],
+    todo: dict[str, list[int]],
+    sizes: dict[str, list[int]],
+    keep: int | None = None,
+) -> None:
+    """Say what will be stored and what is left of it, ``keep`` bytes at a time where that is given. sizes:
+    ``shard_sizes`` of the stores that are not complete. Raises StoreError where it does not fit on the disk."""
     for name, plan in plans.items():
-        whole = plan.bytes(plan.tokens, plan.finals, plan.rows)
-        shards = len(plan.shards) - 1
-        left = round(whole * len(todo[name]) / shards)
-        needed += left
+        whole, shards = plan.bytes(plan.tokens, plan.finals, plan.rows), len(plan.shards) - 1
         layers = f"layers {', '.join(map(str, plan.layers))} and " if plan.layers else ""
         done = f"; {shards - len(todo[name])} of {shards} shards are there" if len(todo[name]) < shards else ""
         console.print(
@@ -282,9 +304,48 @@ def announce(console: Console, folder: Path | Url, plans: dict[str, Manifest], t
             f"{done}",
             markup=False,
         )
-    if needed:
-        console.print(f"writing {human(needed)} to {folder}", markup=False)
-    return needed
+    left = [sizes[name][number] for name, shards in todo.items() for number in shards]
+    if not left:
+        return
+    needed = sum(left) if keep is None else min(sum(left), keep)
+    console.print(f"writing {human(needed)} to {folder}", markup=False)
+    check_disk(folder, needed, 2 * len(left))
+    if isinstance(folder, Url):
+        check_disk(folder.cache, max(left))  # where a shard is written before it is sent
+
+
+def refuse_own_memory(place: Path | Url, who: str) -> None:
+    """Raises StoreError for fsspec's memory://, which is a dictionary in each process."""
+    if "memory" in str(place).partition("://")[0].split("::"):
+        raise StoreError(
+            f"features.dir {place}: memory:// is each process's own memory, which {who} cannot share. Set features.dir "
+            "to a folder (/dev/shm/NAME is memory, too) or to an address that all of them see (s3://, gs://, ...)"
+        )
+
+
+@contextmanager
+def saying_why_not_written(place: Path | Url) -> Iterator[None]:
+    """Raises StoreError for an OSError that says that there is no room, or that nothing may be written."""
+    try:
+        yield
+    except OSError as error:
+        if why := no_room(error):
+            raise StoreError(f"{place}: {why}; {ROOM}") from None
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise StoreError(
+                f"{place} is not complete and cannot be written ({error.strerror}): make it writable for the capture, "
+                "or set features.dir to another folder"
+            ) from None
+        raise
+
+
+def command(recipe: Recipe, console: Console) -> None:
+    """What `headtrain capture` and `python -m headtrain.capture` do. Raises as ``capture`` and ``stream`` do."""
+    refuse_own_memory(recipe.features_dir, "this command and the training that reads after it")
+    if recipe.features.mode == "stream":
+        stream(recipe, console=console)
+    else:
+        capture(recipe, console=console)
 
 
 def main(
@@ -307,17 +368,10 @@ def main(
     """
     console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=launched("RANK") > 0)
     try:
-        of = load_recipe(recipe, overrides or [])
-        (stream if of.features.mode == "stream" else capture)(of, console=console)
+        command(load_recipe(recipe, overrides or []), console)
     except (RecipeError, DataError, TargetError, StoreError) as error:
         console.quiet = False
         console.print(f"error: {error}", style="red", markup=False)
-        raise typer.Exit(2) from None
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        console.quiet = False
-        console.print("error: the disk is full; make room and run the same command again", style="red")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         console.print("interrupted; complete shards are kept, the same command goes on from there")

@@ -105,16 +105,16 @@ def write_store(args, folder: Path) -> None:
         summary=True, rows=len(rows), tokens=ROW * len(rows), finals=finals, rows_sha256="random", max_length=ROW,
         shards=plan_shards([ROW] * len(rows), 1 << 16),
     )  # fmt: skip
-    with StoreWriter(folder, manifest) as writer:
-        for number in writer.todo():
-            mine = rows[slice(*manifest.shards[number : number + 2])]
-            shard = writer.shard(number, mine)
-            for row in mine:
-                at = final_positions(Batch.pack([row]))
-                final = torch.randn(len(at), args.hidden)
-                layers = torch.randn(ROW, len(wants.layers), args.hidden)
-                shard.add(Features(layers, at, final, *teacher.summary(final)))
-            shard.close()
+    writer = StoreWriter(folder, manifest)
+    for number in writer.todo():
+        mine = rows[slice(*manifest.shards[number : number + 2])]
+        shard = writer.shard(number, mine)
+        for row in mine:
+            at = final_positions(Batch.pack([row]))
+            final = torch.randn(len(at), args.hidden)
+            layers = torch.randn(ROW, len(wants.layers), args.hidden)
+            shard.add(Features(layers, at, final, *teacher.summary(final)))
+        shard.close()
 
 
 def work(index: int, count: int, name: str, port: int, args, folder: Path, together, results) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -15,8 +16,10 @@ from headtrain import capture as module
 from headtrain.capture import capture, count_tokens, head_wants, plan_manifest, plan_rows
 from headtrain.config import Recipe, RecipeError
 from headtrain.data.loader import Loader, OnlineSource
+from headtrain.data.meter import Meter
 from headtrain.data.produce import runs
 from headtrain.data.quantize import as_stored
+from headtrain.data.storage import FULL, Local
 from headtrain.data.store import FeatureStore, StoreError, shard_file
 from headtrain.target.load import load_target
 from headtrain.types import Batch, Row, TargetShape, Wants
@@ -115,8 +118,13 @@ def test_one_capture_serves_every_head(place, tiny_folder, tmp_path, target):
     assert torch.equal(features.layers, alone.layers) and torch.equal(features.final_at, alone.final_at)
     # logits of other numbers of rows may be summed in another order: 1e-5 of values of order 1
     torch.testing.assert_close(features.lse, alone.lse, rtol=1e-5, atol=1e-5)
-    with pytest.raises(StoreError, match=r"made otherwise(.|\n)*layers: "):
-        capture(recipe_of(place, tiny_folder, tmp_path / "f", "mtp"), target=target, console=quiet())
+    with pytest.raises(StoreError) as error:
+        capture(recipe_of(place, tiny_folder, tmp_path / "own", "mtp"), target=target, console=quiet())
+    text, wanted = str(error.value), head_wants(recipe_of(place, tiny_folder, tmp_path, "mtp"), target.shape)
+    held, missing = ", ".join(map(str, reads.layers)), set(wanted.layers) - set(reads.layers)
+    assert f"layer {', '.join(map(str, missing))} (it holds {held})" in text and missing
+    assert f"features.extra_layers=[{', '.join(map(str, sorted(missing | set(reads.layers))))}]" in text
+    assert "which keeps both" in text and "features.final" not in text
 
 
 def test_an_extra_layer_that_the_target_lacks_is_refused(place, tiny_folder, tmp_path, target):
@@ -234,6 +242,66 @@ def test_the_printed_size_is_the_size_on_disk(place, tiny_folder, tmp_path, targ
     plan = plan_manifest(recipe, target.identity, head_wants(recipe, target.shape), rows)
     real = shard_file(tmp_path / "f" / "train", 0).stat().st_size
     assert 0 <= real - plan.bytes(plan.tokens, plan.finals, plan.rows) < 2000  # the safetensors header
+
+
+def test_a_complete_store_is_said_to_be_complete(place, tiny_folder, tmp_path, target):
+    """Also where a capture that died left a claim, which is cleared away."""
+    recipe, first, second = recipe_of(place, tiny_folder, tmp_path / "f"), quiet(), quiet()
+    capture(recipe, target=target, console=first)
+    assert "captured " in first.file.getvalue() and "complete already" not in first.file.getvalue()
+    (tmp_path / "f/train/claim-00001-1.json").write_text("gone")
+    capture(recipe, target=target, console=second)
+    assert second.file.getvalue().count("it was complete already") == 2 and "captured" not in second.file.getvalue()
+    assert not list((tmp_path / "f").rglob("claim-*")) and not list((tmp_path / "f").rglob("worker-*"))
+    assert Meter(quiet(), 9).summary() == "nothing was left to capture"  # others were quicker
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("where", ["fsync", "replace", "link"])
+def test_no_room_is_said_whatever_the_system_calls_it(place, tiny_folder, tmp_path, target, monkeypatch, code, where):
+    def full(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, where, full)
+    if where == "link":  # a file system without links has another way
+        monkeypatch.setattr(Local, "_create", full)
+    with pytest.raises(StoreError, match=rf"{FULL[code].split('(')[0]}.*make room .* complete shards are kept"):
+        capture(recipe_of(place, tiny_folder, tmp_path / "f"), target=target, console=quiet())
+
+
+def test_the_room_for_records_and_files_is_asked_for(place, tiny_folder, tmp_path, target, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "check_disk", lambda *args: asked.append(args))
+    recipe = recipe_of(place, tiny_folder, tmp_path / "f")
+    capture(recipe, target=target, console=quiet())
+    stored = [path for path in (tmp_path / "f").rglob("shard-*")]
+    assert [args[2] for args in asked] == [len(stored)]
+    assert asked[0][1] >= sum(path.stat().st_size for path in stored)
+    far = recipe.model_copy(deep=True)
+    far.features.dir, far.output = "memory://asked/f", str(tmp_path / "run")
+    capture(far, target=target, console=quiet())
+    cache, one_shard = asked[-1]
+    assert cache == tmp_path / "run/features-cache" and one_shard >= max(path.stat().st_size for path in stored)
+
+
+def test_the_memory_of_one_process_is_no_place_for_several(place, tiny_folder, tmp_path, target, monkeypatch):
+    recipe = recipe_of(place, tiny_folder, "memory://own/f")
+    for mode in ("offline", "stream"):
+        recipe.features.mode = mode
+        with pytest.raises(StoreError, match="memory:// is each process's own.*s3://"):
+            module.command(recipe, quiet())
+    with pytest.raises(StoreError, match="training and the capture"):
+        module.open_stream(recipe, target, None, [], 0, quiet())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(StoreError, match="the processes of this launch cannot share"):
+        capture(recipe, target=target, console=quiet())
+
+
+def test_a_split_target_is_refused_before_it_is_loaded(place, tiny_folder, tmp_path):
+    recipe = recipe_of(place, tmp_path / "nowhere", tmp_path / "f").model_dump()
+    recipe["features"]["mode"], recipe["target"]["shard"] = "online", "tp"
+    with pytest.raises(RecipeError, match=r"target.shard=tp: .*whole targets only.*target.shard=none.*online"):
+        module.command(Recipe.model_validate(recipe), quiet())
 
 
 def test_runs_are_whole_rows_within_the_budget():

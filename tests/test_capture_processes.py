@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -16,7 +17,8 @@ from rich.console import Console
 from headtrain import capture as command
 from headtrain.capture import capture
 from headtrain.config import Recipe
-from headtrain.data.store import FeatureStore
+from headtrain.data.storage import Local
+from headtrain.data.store import FeatureStore, StoreError
 from headtrain.heads.io import read_tensors
 from headtrain.target.load import load_target
 from headtrain.train import __main__ as training
@@ -178,3 +180,25 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         return b""
+
+
+@pytest.mark.parametrize("mode", ["offline", "stream"])
+def test_a_complete_store_that_cannot_be_written_is_trained_on(tmp_path, tiny_folder, monkeypatch, mode):
+    train_as = dict(steps=3, batch_tokens=100, precision="fp32")
+    recipe = write_recipe(tmp_path, tiny_folder, "store", train_as, window=2)
+    capture(recipe, console=QUIET)
+    (tmp_path / "store/train/claim-00000-1.json").write_text("of a process that was killed")
+    before = files(tmp_path / "store")
+
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("write", "create", "delete", "staging", "publish"):
+        monkeypatch.setattr(Local, name, refused)
+    recipe.features.mode = mode
+    backend = Backend("fp32")
+    assert train(recipe, prepare_run(recipe, backend, QUIET), backend).step == 3
+    assert files(tmp_path / "store") == before
+    (tmp_path / "store/train/shard-00001.json").unlink()
+    with pytest.raises(StoreError, match=r"is not complete and cannot be written \(.*Read-only"):
+        train(recipe, prepare_run(recipe, backend, QUIET), backend, fresh=True)

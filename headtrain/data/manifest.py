@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -69,42 +70,72 @@ class Manifest(_Part):
         """``wants`` widened to all that this store holds: what a capture into it asks of the target."""
         return replace(wants, layers=tuple(self.layers), final=self.final, summary=self.summary)
 
+    @property
+    def wants(self) -> Wants:
+        """What a head that reads all of it would want."""
+        return Wants(tuple(self.layers), self.final, summary=self.summary)
+
     def unmet(self, wants: Wants) -> list[str]:
-        """Lines on what a head wants and this store does not hold (stored / wanted); it may hold more."""
-        lines = []
-        if not set(wants.layers) <= set(self.layers):
-            lines.append(f"layers: {self.layers} / {list(wants.layers)}")
+        """What a head wants and this store does not hold, in words; it may hold more."""
+        missing, lines = [layer for layer in wants.layers if layer not in self.layers], []
+        if missing:
+            held = f"holds {_numbers(self.layers)}" if self.layers else "holds none"
+            lines.append(f"layer{'s' * (len(missing) > 1)} {_numbers(missing)} (it {held})")
         if wants.final == "all" and self.final != "all":
-            lines.append(f"final: {self.final} / {wants.final}")
+            lines.append("final features at every position (it holds those at supervised ones)")
         if wants.summary and not self.summary:
-            lines.append(f"summary: {self.summary} / {wants.summary}")
+            lines.append("the teacher's argmax and log-sum-exp")
         return lines
+
+    def refuse(self, place: object, wants: Wants) -> StoreError:
+        """The error for a head that wants what is ``unmet``."""
+        layers = sorted({*self.layers, *wants.layers})
+        final = " features.final=all" if "all" in (self.final, wants.final) else ""
+        return StoreError(
+            f"{place} does not hold all that the head reads; it lacks {' and '.join(self.unmet(wants))}. To serve this "
+            f"head and others from one store, capture once with features.extra_layers=[{_numbers(layers)}]{final} into "
+            "another features.dir. Or give this head a features.dir of its own, which keeps both. Delete the stored "
+            "features only where no other head needs them"
+        )
 
     @classmethod
     def read(cls, folder: str | Path | Url | Storage) -> Manifest:
         """Raises StoreError."""
         storage = folder if isinstance(folder, Storage) else open_storage(folder)
         path = storage.where(MANIFEST)
+        again = f"delete {storage} and capture again, or set features.dir to another folder"
         try:
             data = json.loads(storage.read(MANIFEST))
         except FileNotFoundError:
             raise StoreError(
                 f"{storage} holds no features ({MANIFEST} is missing); run `headtrain capture` first"
             ) from None
-        except ValueError as error:
-            raise StoreError(f"{path} is not valid JSON: {error}") from None
-        found = data.get("schema_version") if isinstance(data, dict) else None
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be read ({error.strerror or error}): see that this user may read it and that its disk "
+                "works, or set features.dir to another folder"
+            ) from None
+        except ValueError as error:  # also where it is not UTF-8
+            raise StoreError(f"{path} is damaged, it is not valid JSON ({error}): {again}") from None
+        if not isinstance(data, dict):
+            raise StoreError(f"{path} is damaged, it holds no JSON object but a {type(data).__name__}: {again}")
+        found = data.get("schema_version")
         if found != SCHEMA_VERSION:
-            raise StoreError(f"{path}: schema version {found!r}, this headtrain reads {SCHEMA_VERSION}; capture again")
+            newer = isinstance(found, int) and found > SCHEMA_VERSION
+            raise StoreError(
+                f"{path}: schema version {found!r}, this headtrain reads {SCHEMA_VERSION}: "
+                + (f"update headtrain, which captured this with a newer one, or {again}" if newer else again)
+            )
         if data.get("normed") != "post-norm":
             raise StoreError(
                 f"{path}: `normed` is {data.get('normed', 'not given')!r}, expected 'post-norm': without knowing that "
-                "the target's final norm was applied once, the teacher's logits would be wrong; capture again"
+                f"the target's final norm was applied once, the teacher's logits would be wrong; {again}"
             )
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise StoreError(f"{path}: {error}") from None
+            wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+            raise StoreError(f"{path} is damaged or of another headtrain ({wrong}): {again}") from None
 
 
 def differences(stored: Manifest, wanted: Manifest) -> list[str]:
@@ -170,6 +201,10 @@ def row_hash(ids: Tensor, turn: Tensor) -> bytes:
     return hashlib.sha256(both.numpy().tobytes()).digest()
 
 
+def _numbers(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
+
+
 def human(size: float) -> str:
     """Bytes in decimal units, as disks are sold."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -179,19 +214,24 @@ def human(size: float) -> str:
     return f"{size:,.3g} TB" if size < 1000 else f"{size:,.0f} TB"
 
 
-def check_disk(folder: str | Path | Url, needed: int, detail: str = "") -> int:
-    """Free bytes where ``folder`` lies or will lie; raises StoreError where ``needed`` bytes do not fit. Elsewhere than
-    on a disk of this machine nothing is known, and 0 returned."""
+def check_disk(folder: str | Path | Url, needed: int, files: int = 0) -> int:
+    """Free bytes where ``folder`` lies or will lie; raises StoreError where ``needed`` bytes in ``files`` files do not
+    fit. What a quota leaves is not known. Elsewhere than on a disk of this machine nothing is, and 0 returned."""
     if isinstance(folder, Url):
         return 0
     place = Path(folder).absolute()
     while not place.exists():
         place = place.parent
-    free = shutil.disk_usage(place).free
+    free, system = shutil.disk_usage(place).free, os.statvfs(place)
     if needed > free:
         raise StoreError(
-            f"the features need {human(needed)}, {place} has {human(free)} free{detail}. Nothing was captured. "
+            f"the features need {human(needed)}, {place} has {human(free)} free. Nothing was captured. "
             "Remedies: features.dtype=int8 (about half of bfloat16), features.mode=online (no disk; the target runs "
             "during training), data.limit=N (fewer rows), or features.dir=ANOTHER_DISK"
+        )
+    if files > system.f_favail and system.f_files:  # some file systems make inodes as they need them, and say 0
+        raise StoreError(
+            f"the features need {files:,} files, {place} has room for {system.f_favail:,} more (inodes). Nothing was "
+            "captured. A larger features.shard_tokens makes fewer files; or set features.dir=ANOTHER_DISK"
         )
     return free

@@ -60,5 +60,7 @@ class Meter:
             self.console.print(f"capture: {status}, about {left:,.0f} s left", markup=False)
 
     def summary(self) -> str:
+        if not self.done:
+            return "nothing was left to capture"
         took = f"in {time.monotonic() - self.began:.1f} s, {self.rate:,.0f} tokens/s"
         return f"captured {self.done:,} tokens {took}" + (f" ({self.mine:,} by this process)" if self.others else "")

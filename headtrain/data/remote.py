@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import fsspec
 
 from .manifest import StoreError
-from .storage import Local
+from .storage import Local, no_room
 
 
 def _key(text: str) -> str:
@@ -104,6 +104,12 @@ class Remote(Local):
         try:
             self.fs.get_file(self._path(name), str(temporary))
             os.replace(temporary, path)
+        except OSError as error:
+            if (why := no_room(error)) is None:
+                raise
+            raise StoreError(
+                f"{self.folder}, where copies of {self.url} lie: {why}; a smaller features.cache_gb needs less"
+            ) from None
         finally:
             temporary.unlink(missing_ok=True)
         return path

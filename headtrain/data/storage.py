@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from pathlib import Path
 
 from ..config import Url
+
+FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file may not become that large (a limit of the file system or of `ulimit -f`)",
+}
+
+
+def no_room(error: BaseException) -> str | None:
+    """Why there was no room to write; None of another error. Libraries may keep of it only the system's words."""
+    code = getattr(error, "errno", None)
+    return next((why for number, why in FULL.items() if code == number or os.strerror(number) in str(error)), None)
 
 
 class Local:

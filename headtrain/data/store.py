@@ -81,11 +81,8 @@ class FeatureStore:
         self.storage = folder if isinstance(folder, Storage) else open_storage(folder)
         self.verify, self.expected, self.wants = verify, rows, wants
         self.manifest = Manifest.read(self.storage)
-        if wants is not None and (lines := self.manifest.unmet(wants)):
-            raise StoreError(
-                f"{folder} does not hold what the head reads (stored / wanted): {'; '.join(lines)}. Capture into "
-                "another folder; features.extra_layers and features.final=all make one store that serves several heads"
-            )
+        if wants is not None and self.manifest.unmet(wants):
+            raise self.manifest.refuse(self.storage, wants)
         self._cuts = self.manifest.shards
         self._open: dict[int, dict[str, Any]] = {}
         self.records: dict[int, ShardRecord] = {}

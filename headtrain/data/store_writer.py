@@ -27,9 +27,12 @@ from .manifest import (
     shard_name,
 )
 from .quantize import LAYER_DTYPE, encode, final_dtype
-from .storage import Storage, open_storage
+from .storage import Storage, no_room, open_storage
 from .workers import Workers
 
+ROOM = (
+    "make room (or use smaller files, features.shard_tokens) and run the same command again; complete shards are kept"
+)
 _SCRAP = re.compile(r"(shard|manifest).*\.tmp$")
 _RECORD = re.compile(r"shard-\d+\.json")
 
@@ -53,18 +56,29 @@ class StoreWriter:
         elif any(_RECORD.fullmatch(name) for name in names) or self._others():
             self.check_manifest()  # where nothing was captured there is nothing to protect
 
+    def join(self, workers: Workers) -> None:
+        """Write beside these. Raises StoreError where they are at other features."""
+        self.workers = workers
+        if self._others() and MANIFEST in self.storage.names():
+            self.check_manifest()
+
     def _others(self) -> list[str]:
         return [w.name for w in self.workers.look() if w.id != self.workers.me.id] if self.workers else []
 
     def check_manifest(self) -> None:
         """Raises StoreError where the stored manifest is another one."""
-        if not (lines := differences(Manifest.read(self.storage), self.manifest)):
+        stored = Manifest.read(self.storage)
+        if not (lines := differences(stored, self.manifest)):
             return
+        parts = ("layers", "final", "finals", "summary")
+        alike = stored.model_copy(update={name: getattr(self.manifest, name) for name in parts})
+        if stored.unmet(self.manifest.wants) and not differences(alike, self.manifest):
+            raise stored.refuse(self.storage, self.manifest.wants)
         by = f", and {', '.join(others)} is at it" if (others := self._others()) else ""
         raise StoreError(
             f"{self.storage} holds features made otherwise{by} (stored / now):\n  "
             + "\n  ".join(lines)
-            + "\nSet features.dir to another folder, or delete this one"
+            + "\nSet features.dir to another folder, which keeps both; or delete this one, if nothing needs it"
         )
 
     def complete(self) -> set[int]:
@@ -109,15 +123,6 @@ class StoreWriter:
         """Delete a shard: its record first, so that it is never taken for complete."""
         self.storage.delete(record_name(number))
         self.storage.delete(shard_name(number))
-
-    def close(self) -> None:
-        """Nothing is held open; kept for ``with``."""
-
-    def __enter__(self) -> StoreWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class ShardWriter:
@@ -192,8 +197,7 @@ class ShardWriter:
         except SafetensorError as error:  # what it makes of a full disk, a quota or a limit of file sizes
             temporary.unlink(missing_ok=True)
             raise StoreError(
-                f"{self.storage.where(self.name)} could not be written: {error}; make room and run the same command "
-                "again (complete shards are kept)"
+                f"{self.storage.where(self.name)} could not be written: {no_room(error) or error}; {ROOM}"
             ) from None
         with open(temporary, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

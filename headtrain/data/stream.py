@@ -23,7 +23,7 @@ from .manifest import MANIFEST, Manifest, StoreError, differences, human, record
 from .meter import Meter
 from .order import Windows
 from .produce import capture_shard, tokens_of
-from .storage import Storage
+from .storage import Storage, no_room
 from .store import FeatureStore
 from .store_writer import StoreWriter
 from .workers import Workers
@@ -88,10 +88,24 @@ class FeatureStream:
             self.storage, "training", self._console, self._timeout, self._rank, watch=self._rank == 0, order=order
         )
         workers.me.at = visit
-        for worker in workers.look():  # of an earlier run
-            if worker.finished:
-                self.storage.delete(f"worker-{worker.id}.json")
-        self._workers = workers.__enter__()
+        try:
+            for worker in workers.look():  # of an earlier run
+                if worker.finished:
+                    self.storage.delete(f"worker-{worker.id}.json")
+            self._workers = workers.__enter__()
+        except OSError as error:
+            self._read_alone(error)
+
+    def _read_alone(self, error: OSError) -> None:
+        """A store that is complete is read where nothing may be written, too: nobody deletes there, either."""
+        records = map(record_name, range(len(self.manifest.shards) - 1))
+        if not {MANIFEST, *records} <= self.storage.names():
+            raise StoreError(
+                f"{self.storage} is not complete and cannot be written ({no_room(error) or error}): training says "
+                "there how far it is. Make it writable, or capture all of it first (features.mode=offline)"
+            ) from None
+        why = error.strerror or error
+        self._console.print(f"{self.storage} is complete and cannot be written ({why}): it is read", markup=False)
 
     def reach(self, visit: int) -> None:
         """Shards of earlier visits are not needed any more."""

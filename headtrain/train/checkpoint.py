@@ -10,7 +10,6 @@ No random-generator state is kept: the trainer seeds every micro-batch from (see
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from .. import vocab
 from ..config import Recipe, digest
+from ..data.storage import no_room
 from ..heads.base import DraftHead
 from ..heads.io import FILE as HEAD_FILE
 from ..heads.io import load_strict, read_tensors, save_head, save_tensors
@@ -211,8 +211,7 @@ def _save_adapter(folder: Path, joint: Joint) -> None:
 
 
 def _why_not_saved(error: Exception, folder: Path) -> str:
-    full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-    why = "the disk is full" if full else f"{type(error).__name__}: {error}"
+    why = no_room(error) or f"{type(error).__name__}: {error}"
     kept = list(steps(folder.parent).values())
     where = f"{kept[-1]} is intact: make room and run the same command to resume from it" if kept else "none was saved"
     return f"checkpoint {folder} could not be written: {why}. Last checkpoint: {where}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -27,13 +28,18 @@ def keeps(folder: Path, watch: Watch) -> bool:
         return True
     mark = f".seen-{uuid.uuid4().hex}"  # a new name: network file systems remember for a while what was not there
     if watch.rank == 0:
-        (folder / mark).touch()
+        try:
+            (folder / mark).touch()
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            mark = ""  # nothing can be written there: every node looks for itself at what there is
     try:
         mark = watch.share("storage", mark)[0]
-        sees = (folder / mark).exists()
+        sees = mark != "" and (folder / mark).exists()
         watch.share("seen")
     finally:
-        if watch.rank == 0:
+        if watch.rank == 0 and mark:
             (folder / mark).unlink(missing_ok=True)
     return watch.rank == 0 or (watch.first_on_node and not sees)
 

@@ -91,13 +91,13 @@ def wants_of(of: Manifest) -> Wants:
 
 def write(folder: Path, rows: list[Row], target: FakeTarget, of: Manifest, stop_after: int | None = None) -> None:
     """Capture in the plainest way: one forward a row. ``stop_after``: complete so many shards, then stop."""
-    with StoreWriter(folder, of) as writer:
-        for number in writer.todo()[:stop_after]:
-            mine = rows[of.shards[number] : of.shards[number + 1]]
-            shard = writer.shard(number, mine)
-            for row in mine:
-                shard.add(target.features(Batch.pack([row]), wants_of(of)))
-            shard.close()
+    writer = StoreWriter(folder, of)
+    for number in writer.todo()[:stop_after]:
+        mine = rows[of.shards[number] : of.shards[number + 1]]
+        shard = writer.shard(number, mine)
+        for row in mine:
+            shard.add(target.features(Batch.pack([row]), wants_of(of)))
+        shard.close()
 
 
 def store(folder: Path, rows: list[Row], target: FakeTarget, **changes) -> FeatureStore:

@@ -118,8 +118,8 @@ def test_a_flipped_byte_is_refused_and_not_kept(place, whole, target):
     fs.pipe_file(f"{root}/shard-00002.safetensors", b"half")
     with pytest.raises(StoreError, match=r"memory://.*/shard-00002.safetensors is truncated: 4 bytes"):
         FeatureStore(place)
-    with StoreWriter(place, PLAN) as writer:
-        assert writer.todo() == [2]
+    writer = StoreWriter(place, PLAN)
+    assert writer.todo() == [2]
 
 
 def test_another_capture_of_a_shard_is_not_taken_from_old_copies(place, target):

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import resource
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -170,15 +173,15 @@ def test_no_python_step_for_each_token(tmp_path, form):
             lines += event == "line"
             return count
 
-        with StoreWriter(tmp_path / str(n), of) as writer:
-            before = sys.gettrace()
-            sys.settrace(count)
-            shard = writer.shard(0, rows)
-            shard.add(ready)
-            shard.add(ready)
-            shard.close()
-            FeatureStore(tmp_path / str(n), rows=rows).batch([1, 0])
-            sys.settrace(before)
+        writer = StoreWriter(tmp_path / str(n), of)
+        before = sys.gettrace()
+        sys.settrace(count)
+        shard = writer.shard(0, rows)
+        shard.add(ready)
+        shard.add(ready)
+        shard.close()
+        FeatureStore(tmp_path / str(n), rows=rows).batch([1, 0])
+        sys.settrace(before)
         counts.append(lines)
     assert counts[0] == counts[1] > 50
 
@@ -227,6 +230,23 @@ def test_a_disk_that_cannot_hold_the_features_stops_with_figures_and_remedies(tm
         assert part in str(error.value)
 
 
+def test_a_disk_that_cannot_hold_so_many_files_is_refused(tmp_path, monkeypatch):
+    real = os.statvfs(tmp_path)
+
+    def with_files(free, all_of_them):
+        values = {name: getattr(real, name) for name in dir(real) if name.startswith("f_")}
+        monkeypatch.setattr(
+            os, "statvfs", lambda _: SimpleNamespace(**values | dict(f_favail=free, f_files=all_of_them))
+        )
+
+    with_files(9, 1000)
+    check_disk(tmp_path, 1, 9)
+    with pytest.raises(StoreError, match="need 10 files, .* has room for 9 more .*features.shard_tokens"):
+        check_disk(tmp_path, 1, 10)
+    with_files(0, 0)  # a file system that has no such number
+    check_disk(tmp_path, 1, 10)
+
+
 def test_human_sizes():
     assert [human(x) for x in (12, 7400, 7.4e11, 7.4e15)] == ["12 B", "7.4 kB", "740 GB", "7,400 TB"]
 
@@ -256,8 +276,8 @@ def test_a_killed_capture_resumes_by_shard_to_the_same_bytes(tmp_path, rows, tar
     kept = shard_file(folder, 0).stat().st_mtime_ns
     with pytest.raises(StoreError, match="did not finish"):
         FeatureStore(folder)
-    with StoreWriter(folder, of) as writer:
-        assert writer.todo() == list(range(1, len(of.shards) - 1))
+    writer = StoreWriter(folder, of)
+    assert writer.todo() == list(range(1, len(of.shards) - 1))
     write(folder, rows, target, of)
     assert files(folder) == files(tmp_path / "whole")
     assert shard_file(folder, 0).stat().st_mtime_ns == kept
@@ -268,8 +288,8 @@ def test_a_truncated_shard_is_captured_again(folder, rows, target):
     write(folder, rows, target, of)
     before = files(folder)
     shard_file(folder, 1).write_bytes(before["shard-00001.safetensors"][:-5])
-    with StoreWriter(folder, of) as writer:
-        assert writer.todo() == [1]
+    writer = StoreWriter(folder, of)
+    assert writer.todo() == [1]
     write(folder, rows, target, of)
     assert files(folder) == before
 
@@ -312,8 +332,8 @@ def test_the_same_target_by_another_name_is_the_same(folder, rows, target):
 def test_a_manifest_without_any_shard_protects_nothing(folder, rows, target):
     write(folder, rows, target, manifest(rows), stop_after=0)
     assert not (folder / "manifest.json").exists()
-    with StoreWriter(folder, manifest(rows)) as writer:
-        writer.shard(0, rows[: writer.manifest.shards[1]])  # killed before its close
+    writer = StoreWriter(folder, manifest(rows))
+    writer.shard(0, rows[: writer.manifest.shards[1]])  # killed before its close
     assert json.loads((folder / "manifest.json").read_text())["dtype"] == "float32"
     assert store(folder, rows, target, dtype="int8").manifest.dtype == "int8"
 
@@ -346,27 +366,27 @@ def test_two_captures_of_different_features_into_one_folder_are_refused(folder, 
 
 def test_features_of_other_rows_or_non_finite_are_refused(folder, rows, target):
     of = manifest(rows)
-    with StoreWriter(folder, of) as writer:
-        mine = rows[: of.shards[1]]
-        good = target.features(Batch.pack(mine[:1]), wants_of(of))
-        with pytest.raises(StoreError, match="other positions"):
-            writer.shard(0, mine).add(target.features(Batch.pack(mine[1:2]), wants_of(of)))
-        shifted = target.features(Batch.pack(mine[:1]), wants_of(of))
-        shifted.final_at[0] -= 1  # as many finals, one of another position
-        with pytest.raises(StoreError, match="other positions"):
-            writer.shard(0, mine).add(shifted)
-        bad = target.features(Batch.pack(mine[:1]), wants_of(of))
-        bad.layers[3, 1, 2] = float("inf")
-        with pytest.raises(StoreError, match=r"tiny:1.*non-finite layers"):
-            writer.shard(0, mine).add(bad)
-        with pytest.raises(StoreError, match="layers"):
-            writer.shard(0, mine).add(target.features(Batch.pack(mine[:1]), Wants((1, 2))))
-        half = writer.shard(0, mine)
-        half.add(good)
-        with pytest.raises(StoreError, match="24 of 33 tokens"):
-            half.close()
-        with pytest.raises(StoreError, match="the plan says"):
-            writer.shard(0, mine[:1])
+    writer = StoreWriter(folder, of)
+    mine = rows[: of.shards[1]]
+    good = target.features(Batch.pack(mine[:1]), wants_of(of))
+    with pytest.raises(StoreError, match="other positions"):
+        writer.shard(0, mine).add(target.features(Batch.pack(mine[1:2]), wants_of(of)))
+    shifted = target.features(Batch.pack(mine[:1]), wants_of(of))
+    shifted.final_at[0] -= 1  # as many finals, one of another position
+    with pytest.raises(StoreError, match="other positions"):
+        writer.shard(0, mine).add(shifted)
+    bad = target.features(Batch.pack(mine[:1]), wants_of(of))
+    bad.layers[3, 1, 2] = float("inf")
+    with pytest.raises(StoreError, match=r"tiny:1.*non-finite layers"):
+        writer.shard(0, mine).add(bad)
+    with pytest.raises(StoreError, match="layers"):
+        writer.shard(0, mine).add(target.features(Batch.pack(mine[:1]), Wants((1, 2))))
+    half = writer.shard(0, mine)
+    half.add(good)
+    with pytest.raises(StoreError, match="24 of 33 tokens"):
+        half.close()
+    with pytest.raises(StoreError, match="the plan says"):
+        writer.shard(0, mine[:1])
     assert not shard_file(folder, 0).exists()
 
 
@@ -395,10 +415,35 @@ def test_another_schema_and_broken_json_are_refused(folder, rows, target):
     path = folder / "manifest.json"
     good = path.read_text()
     path.write_text(good.replace('"schema_version": 1', '"schema_version": 2'))
-    with pytest.raises(StoreError, match="schema version 2"):
+    with pytest.raises(StoreError, match="schema version 2.*update headtrain.*delete"):
         FeatureStore(folder)
-    path.write_text(good[:50])
-    with pytest.raises(StoreError, match="not valid JSON"):
+    without = {name: value for name, value in json.loads(good).items() if name not in ("rows", "dtype")}
+    for content, found in [
+        (good.replace('"schema_version": 1', '"schema_version": 0').encode(), "schema version 0"),
+        (b"{}", "schema version None"),
+        (good[:50].encode(), "not valid JSON"),
+        (good.replace("tiny", "t\xefny").encode("latin-1"), "utf-8"),
+        (b"[1]", "no JSON object but a list"),
+        (json.dumps(without).encode(), "dtype: Field required; rows: Field required"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(StoreError, match=rf"manifest.json.*{found}.*: delete {folder} and capture again, or set f"):
+            FeatureStore(folder)
+        with pytest.raises(StoreError, match=found):
+            StoreWriter(folder, manifest(rows))
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+def test_a_manifest_that_cannot_be_read_is_said(folder, rows, target, monkeypatch, code):
+    store(folder, rows, target)
+
+    def read_bytes(path):
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(
+        StoreError, match=rf"manifest.json cannot be read \({os.strerror(code)}\): see that this user may"
+    ):
         FeatureStore(folder)
 
 
@@ -500,9 +545,9 @@ def test_unmet_wants(rows):
     assert of.unmet(Wants((2, 4, 5), "supervised", summary=False)) == []
     assert of.unmet(Wants((5, 2), "supervised", summary=False)) == []
     assert of.unmet(Wants((2, 3), "all")) == [
-        "layers: [2, 4, 5] / [2, 3]",
-        "final: supervised / all",
-        "summary: False / True",
+        "layer 3 (it holds 2, 4, 5)",
+        "final features at every position (it holds those at supervised ones)",
+        "the teacher's argmax and log-sum-exp",
     ]
 
 
@@ -524,7 +569,9 @@ def test_a_store_of_more_gives_each_head_what_its_own_store_would(tmp_path, rows
 
 def test_a_store_of_less_is_refused_with_what_is_missing(folder, rows, target):
     store(folder, rows, target)
-    with pytest.raises(StoreError, match=r"layers: \[2, 4, 5\] / \[2, 3\].*final: supervised / all.*extra_layers"):
+    with pytest.raises(
+        StoreError, match=r"lacks layer 3 .*2, 4, 5.*every position.*extra_layers=\[2, 3, 4, 5\].*final=all"
+    ):
         FeatureStore(folder, wants=Wants((2, 3), "all"))
 
 
@@ -549,7 +596,9 @@ def test_a_disk_that_is_full_while_a_shard_is_written(folder, rows, target):
     signal_before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, old[1]))
     try:
-        with pytest.raises(StoreError, match="shard-00000.safetensors could not be written: .*make room"):
+        with pytest.raises(
+            StoreError, match="shard-00000.safetensors could not be written: a file may not .*make room"
+        ):
             write(folder, rows, target, of)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)

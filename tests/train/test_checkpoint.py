@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import shutil
 
 import pytest
 import toyhead
 
+from headtrain.data.storage import FULL
 from headtrain.train import checkpoint
 from headtrain.train.backend import Backend
 from headtrain.train.checkpoint import CheckpointError
@@ -223,3 +226,10 @@ def test_no_pickle_anywhere(run):
         assert path.suffix in (".safetensors", ".json")
     trainer = json.loads((folder(run) / "trainer.json").read_text())
     assert trainer["files"].keys() == {"head.safetensors", "headtrain.json", "optimizer.safetensors"}
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_no_room_for_a_checkpoint_is_said_whatever_the_system_calls_it(tmp_path, code):
+    """Also where safetensors kept only the system's words."""
+    for error in (OSError(code, os.strerror(code)), RuntimeError(f"I/O error: {os.strerror(code)} (os error {code})")):
+        assert f"could not be written: {FULL[code]}." in checkpoint._why_not_saved(error, tmp_path / "step-000001")
