@@ -62,9 +62,10 @@ def main(
     """Train the recipe's head. Running the same command again resumes from the last checkpoint.
 
     Features are captured first where they are not there yet. SIGTERM and Ctrl-C, to any rank, save and exit: after the
-    optimizer step at hand (alone: the micro-batch), an evaluation that is running, and the save; at once before
-    training has begun (complete shards are kept). Exit codes: 0 done or stopped by SIGTERM, 130 stopped by Ctrl-C, 2
-    an error that the message explains. A rank that fails, dies or does not start ends the others, which name it.
+    optimizer step at hand (alone: the micro-batch); of an evaluation or a save that is running, after that and (not
+    alone) one step more; at once before training has begun (complete shards are kept). Exit codes: 0 done or stopped by
+    SIGTERM, 130 stopped by Ctrl-C, 2 an error that the message explains. A rank that fails, dies or does not start ends
+    the others, which name it.
     """
     follow_launcher()
     console = Console(stderr=True, soft_wrap=True, highlight=False)

@@ -20,6 +20,8 @@ from headtrain.data.manifest import StoreError
 from headtrain.train import __main__ as command
 from headtrain.train import checkpoint, watch
 from headtrain.train import setup as preparing
+from headtrain.train.backend import Backend
+from headtrain.train.optim import HeadOptimizer
 from headtrain.train.watch import Watch
 
 TIMEOUT = 6.0
@@ -41,6 +43,8 @@ def run_rank(rank: int, folder: str, does: dict, timeout: float) -> None:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
     if strikes and does["at"] == "save":
         checkpoint.save_head = full_disk
+    if does.get("told") == rank:
+        told_within(does["term"])
     recipe = toyhead.recipe(out / "run", **{**SETTINGS, **does.get("train", {})})
 
     def prepare(of, backend, console, watch):
@@ -67,6 +71,19 @@ def run_rank(rank: int, folder: str, does: dict, timeout: float) -> None:
 
     command.prepare_run, command.load_recipe = prepare, lambda *_: recipe
     command.main(out / "recipe.yaml", [], False, False, timeout)
+
+
+def told_within(what: str) -> None:
+    """This rank gets SIGTERM in the first evaluation, or while rank 0 saves the first checkpoint."""
+    owner, name = (Backend, "evaluate") if what == "evaluation" else (HeadOptimizer, "state")
+    good = getattr(owner, name)
+
+    def told(*args, **kwargs):
+        setattr(owner, name, good)
+        signal.raise_signal(signal.SIGTERM)
+        return good(*args, **kwargs)
+
+    setattr(owner, name, told)
 
 
 def full_disk(*_) -> None:
@@ -230,6 +247,21 @@ def test_sigterm_to_one_rank_in_training_saves_and_all_exit_with_0(tmp_path):
     assert ranks.finish(started) == [0, 0]
     assert "run the same command again to resume at step" in said(tmp_path, 0)
     assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) == 1
+
+
+@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("within", ["evaluation", "checkpoint"])
+def test_sigterm_in_the_middle_of_an_evaluation_or_a_checkpoint(tmp_path, within, told):
+    """What is going on is finished, and one more optimizer step at most: nothing is half done, both end with 0."""
+    started = go(tmp_path, {"term": within, "told": told, "train": {"steps": 400, "save_every": 3, "keep": 9}})
+    assert ranks.finish(started, 60.0) == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
+    run = tmp_path / "run"
+    assert list(checkpoint.steps(run / "checkpoints")) in ([3], [3, 4])
+    assert all(checkpoint.damage(folder) is None for folder in checkpoint.steps(run / "checkpoints").values())
+    assert "to resume at step" in said(tmp_path, 0)
+    assert not any("Traceback" in said(tmp_path, rank) for rank in (0, 1))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [3]
 
 
 def test_uneven_data(tmp_path):

@@ -21,7 +21,7 @@ from test_hangs import stored
 
 from headtrain.heads.io import read_tensors
 from headtrain.train import __main__ as command
-from headtrain.train import checkpoint
+from headtrain.train import checkpoint, nodes
 from headtrain.train.metrics import MetricsFile
 from headtrain.train.watch import Watch
 
@@ -158,10 +158,23 @@ def test_nodes_with_storage_of_their_own(network, whole, tmp_path):
     assert "different checkpoints step-000006" in (tmp_path / "third/rank-0.log").read_text()
 
 
-def test_one_process_keeps_its_folder(tmp_path):
-    from headtrain.train.nodes import keeps
+def test_what_a_node_receives_takes_the_place_of_what_it_had(tmp_path):
+    """Its own best checkpoint of the same step may be of another history."""
+    root = tmp_path / "run/checkpoints"
+    for folder, content in (
+        (root / "step-000003", "old"),
+        (root / ".tmp-received/checkpoints/step-000003", "new"),
+        (root / ".tmp-received/checkpoints/step-000006", "new"),
+    ):
+        folder.mkdir(parents=True)
+        (folder / "head.safetensors").write_text(content)
+    nodes._put_in_place(root / ".tmp-received", tmp_path / "run")
+    found = {step: (folder / "head.safetensors").read_text() for step, folder in checkpoint.steps(root).items()}
+    assert found == {3: "new", 6: "new"} and not list(root.glob(".tmp*"))
 
-    assert keeps(tmp_path / "run", Watch(rank=0, world=1)) and (tmp_path / "run").is_dir()
+
+def test_one_process_keeps_its_folder(tmp_path):
+    assert nodes.keeps(tmp_path / "run", Watch(rank=0, world=1)) and (tmp_path / "run").is_dir()
 
 
 # -- launch scripts -----------------------------------------------------------------------------------------------

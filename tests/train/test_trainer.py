@@ -211,6 +211,10 @@ def test_fresh_keeps_the_old_run_aside(tmp_path, backend):
     train(recipe, toyhead.setup(recipe, backend), backend, fresh=True)
     assert (tmp_path / "previous-1/checkpoints" / first.last.name).is_dir()
     same_tensors(tmp_path / "previous-1/checkpoints" / first.last.name, first.last)
+    (tmp_path / "previous-1").rename(tmp_path / "previous-2")  # a number that was given away once is free again
+    for kept in ({"previous-1", "previous-2"}, {"previous-1", "previous-2", "previous-3"}):
+        train(recipe, toyhead.setup(recipe, backend), backend, fresh=True)
+        assert {p.name for p in tmp_path.glob("previous-*")} == kept
 
 
 def test_indivisible_accumulation(tmp_path, backend):
