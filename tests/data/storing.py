@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import tiny
 import torch
+from rich.console import Console
 
 from headtrain.data.store import FeatureStore, Manifest, StoreWriter, plan_shards, row_hash
 from headtrain.metadata import TargetIdentity
@@ -117,3 +120,24 @@ def assert_same_features(a: Features, b: Features) -> None:
         assert (x is None) == (y is None), name
         if x is not None:
             assert x.dtype == y.dtype and torch.equal(x, y), name
+
+
+def console() -> Console:
+    """What is said is ``file.getvalue()``."""
+    return Console(file=io.StringIO(), width=300)
+
+
+# ---- fixtures (conftest.py shows them to the tests)
+
+
+@pytest.fixture(scope="module")
+def target() -> FakeTarget:
+    return FakeTarget()
+
+
+@pytest.fixture(scope="module")
+def whole(request, tmp_path_factory, target) -> Path:
+    """The module's ROWS, all stored as its PLAN says."""
+    folder = tmp_path_factory.mktemp("whole")
+    write(folder, request.module.ROWS, target, request.module.PLAN)
+    return folder

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import io
 import itertools
 
 import fsspec
 import pytest
 import tiny
-from rich.console import Console
-from storing import FakeTarget, assert_same_features, manifest, wants_of, write
+from storing import FakeTarget, assert_same_features, console, manifest, wants_of
 
 from headtrain.config import Recipe, RecipeError, Url
 from headtrain.data.loader import Loader
@@ -25,18 +23,6 @@ PLAN = manifest(ROWS, 40)
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def target():
-    return FakeTarget()
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, target):
-    folder = tmp_path_factory.mktemp("whole")
-    write(folder, ROWS, target, PLAN)
-    return folder
-
-
 @pytest.fixture
 def place(tmp_path):
     return Url(f"memory://bucket{next(_numbers)}/f", tmp_path / "cache", 1e9) / "train"
@@ -48,7 +34,7 @@ def objects(place) -> dict[str, bytes]:
 
 
 def capture(place, target, of=PLAN):
-    with Workers(open_storage(place), "capture", Console(file=io.StringIO()), 60) as me:
+    with Workers(open_storage(place), "capture", console(), 60) as me:
         writer = StoreWriter(me.storage, of, me)
         fill(writer, me, ROWS, target, wants_of(of), 1, Meter(me.console, of.tokens))
 
@@ -137,9 +123,7 @@ def test_another_capture_of_a_shard_is_not_taken_from_old_copies(place, target):
 def test_a_stream_reads_from_there(place, whole, target):
     capture(place, target)
     windows = Windows(PLAN.shards, 2)
-    stream = FeatureStream(
-        open_storage(place), PLAN, ROWS, Console(file=io.StringIO()), wants=wants_of(PLAN), timeout=60, wait=1
-    )
+    stream = FeatureStream(open_storage(place), PLAN, ROWS, console(), wants=wants_of(PLAN), timeout=60, wait=1)
     pairs = zip(
         Loader(stream, 80, windows=windows).batches(0, 6),
         Loader(FeatureStore(whole), 80, windows=windows).batches(0, 6),
@@ -147,7 +131,7 @@ def test_a_stream_reads_from_there(place, whole, target):
     )
     for (_, features), (_, others) in pairs:
         assert_same_features(features, others)
-    assert any(worker.finished for worker in Workers(open_storage(place), "capture", Console(), 60).look())
+    assert any(worker.finished for worker in Workers(open_storage(place), "capture", console(), 60).look())
 
 
 def test_other_features_there_are_refused(place, target):

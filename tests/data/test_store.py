@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from storing import (
-    FakeTarget,
     assert_same_batch,
     assert_same_features,
     identity,
@@ -46,11 +45,6 @@ from headtrain.shift import final_positions
 from headtrain.types import Batch, Features, Row, Wants
 
 LENGTHS = (24, 9, 33, 12, 40, 7, 21)
-
-
-@pytest.fixture(scope="module")
-def target() -> FakeTarget:
-    return FakeTarget()
 
 
 @pytest.fixture(scope="module")

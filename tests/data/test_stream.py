@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import signal
@@ -11,8 +10,7 @@ import time
 import pytest
 import tiny
 import torch
-from rich.console import Console
-from storing import FakeTarget, assert_same_batch, assert_same_features, forked, manifest, wants_of, write
+from storing import assert_same_batch, assert_same_features, console, forked, manifest, wants_of, write
 
 from headtrain.data.loader import Loader
 from headtrain.data.manifest import StoreError
@@ -31,26 +29,9 @@ BUDGET = sum(sorted(SIZES)[-4:])
 SEED = 3
 
 
-@pytest.fixture(scope="module")
-def target():
-    return FakeTarget()
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, target):
-    """All rows stored, as offline training reads them."""
-    folder = tmp_path_factory.mktemp("whole")
-    write(folder, ROWS, target, PLAN)
-    return folder
-
-
 @pytest.fixture
 def place(tmp_path):
     return tmp_path / "store"
-
-
-def console():
-    return Console(file=io.StringIO(), width=300)
 
 
 def stream(place, out=None, timeout=60.0, wait=30.0, rank=0):

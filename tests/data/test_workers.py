@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import io
 import os
 import signal
 import time
 
 import pytest
 import tiny
-from rich.console import Console
-from storing import FakeTarget, fork, forked, manifest, wants_of, write
+from storing import FakeTarget, console, fork, forked, manifest, wants_of, write
 
 from headtrain.data import produce
 from headtrain.data.meter import Meter
@@ -22,10 +20,6 @@ ROWS = tiny.rows((24, 9, 33, 12, 40, 7, 21, 30, 25))
 @pytest.fixture
 def place(tmp_path):
     return tmp_path / "store"
-
-
-def console():
-    return Console(file=io.StringIO(), width=300)
 
 
 def said(workers) -> str:

@@ -1,0 +1,1 @@
+from storing import target, whole  # noqa: F401
