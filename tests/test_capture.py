@@ -384,6 +384,25 @@ def test_errors_end_with_one_message_and_code_2(place, tiny_folder, tmp_path, mo
     assert message in console.file.getvalue() and "Traceback" not in console.file.getvalue()
 
 
+@pytest.mark.parametrize("mode", ["stream", "offline"])
+def test_both_commands_do_what_the_mode_says(place, tiny_folder, tmp_path, monkeypatch, mode):
+    """`headtrain capture` filled the disk where the recipe bounds it."""
+    import yaml
+    from typer.testing import CliRunner
+
+    from headtrain import cli
+
+    recipe, done = recipe_of(place, tiny_folder, tmp_path / "f", mode=mode), []
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True)))
+    monkeypatch.setattr(module, "stream", lambda *_, **__: done.append("stream"))
+    monkeypatch.setattr(module, "capture", lambda *_, **__: done.append("offline"))
+    monkeypatch.setattr(module, "stop_on_sigterm", lambda: None)
+    module.main(path, [])
+    assert CliRunner().invoke(cli.app, ["capture", str(path)]).exit_code == 0
+    assert done == [mode, mode]
+
+
 def test_help_teaches(tmp_path):
     from typer.testing import CliRunner
 
