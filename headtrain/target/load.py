@@ -110,7 +110,8 @@ def _explain(section: TargetSection, place: Place, what: str, error: Exception) 
 # -- loading ----------------------------------------------------------------------------------------------------
 
 
-def _config(section: TargetSection, place: Place) -> Any:
+def read_config(section: TargetSection, place: Place) -> Any:
+    """Compared with ``section.expect``. Raises TargetError."""
     from transformers import AutoConfig
 
     try:
@@ -123,7 +124,7 @@ def _config(section: TargetSection, place: Place) -> Any:
 
 def load_config(section: TargetSection) -> Any:
     """The target's config without weights; compared with ``section.expect``. Raises TargetError."""
-    return _config(section, locate(section))
+    return read_config(section, locate(section))
 
 
 def load_shape(section: TargetSection) -> TargetShape:
@@ -145,7 +146,7 @@ def load_tokenizer(section: TargetSection) -> Any:
         raise _explain(section, place, "tokenizer", error) from error
 
 
-def _source(section: TargetSection, place: Place, config: Any) -> Source:
+def source_of(section: TargetSection, place: Place, config: Any) -> Source:
     record = Path(place.base) / SOURCE_FILE
     if place.local and not place.gguf and record.is_file():
         return Source(**json.loads(record.read_text(encoding="utf-8")))
@@ -169,11 +170,11 @@ def _dtype(section: TargetSection, place: Place, config: Any, device: torch.devi
         return getattr(torch, section.dtype)
     if device.type == "cpu":
         return torch.float32
-    source = _source(section, place, config)
+    source = source_of(section, place, config)
     return torch.bfloat16 if source.quantization else getattr(torch, dtype_name(config))
 
 
-def _model_class(config: Any) -> Any:
+def class_of(config: Any) -> Any:
     """The class that the checkpoint names (some text decoders live in classes that AutoModelForCausalLM does not
     list), else AutoModelForCausalLM."""
     import transformers
@@ -184,7 +185,7 @@ def _model_class(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _load_model(
+def load_model(
     section: TargetSection, place: Place, config: Any, device: torch.device, sharding: Sharding | None = None
 ) -> torch.nn.Module:
     from transformers.utils.logging import disable_progress_bar
@@ -199,7 +200,7 @@ def _load_model(
         more["quantization_config"] = _dequantising_config()
     if device.type != "cpu":
         more["device_map"] = {"": device}  # straight to the device, not through a copy in the host's memory
-    model_class = _model_class(config)
+    model_class = class_of(config)
     if sharding is not None:
         more.pop("device_map", None)
         model_class, more["distributed_config"] = sharding.loader(model_class, config)
@@ -262,16 +263,16 @@ def load_target(section: TargetSection, device: torch.device | str = "cpu", shar
     if place.gguf:
         log.info("reading %s: GGUF files load slowly (parsing and dequantising)", section.path)
     with _reading(section, place):
-        config = _config(section, place)
-        source = _source(section, place, config)
-        model = _load_model(section, place, config, device, sharding)
+        config = read_config(section, place)
+        source = source_of(section, place, config)
+        model = load_model(section, place, config, device, sharding)
         tokenizer = load_tokenizer(section)
     target = Target.of(model, tokenizer, source, section.attention)
-    target.folder = _folder(section, place)
+    target.folder = folder_of(section, place)
     return target
 
 
-def _folder(section: TargetSection, place: Place) -> Path | None:
+def folder_of(section: TargetSection, place: Place) -> Path | None:
     """Where the checkpoint's files lie on this machine once it is loaded; None for a GGUF file."""
     if place.gguf:
         return None
@@ -304,9 +305,9 @@ def convert_to_folder(section: TargetSection, folder: str | Path) -> Path:
         raise TargetError(f"{folder} exists and is not a copy that headtrain made; remove it or choose another folder")
     log.info("converting %s to %s, once", section.path, folder)
     with _reading(section, place):
-        config = _config(section, place)
-        source = _source(section, place, config)
-        model = _load_model(section, place, config, torch.device("cpu"))
+        config = read_config(section, place)
+        source = source_of(section, place, config)
+        model = load_model(section, place, config, torch.device("cpu"))
         tokenizer = load_tokenizer(section)
     temporary = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -363,6 +364,6 @@ def identify_section(section: TargetSection) -> TargetIdentity:
     """The identity of the section's target: from its files alone where it is a local folder, else by loading it."""
     place = locate(section)
     if place.local and not place.gguf:
-        config = _config(section, place)
-        return identify_local(place.base, _source(section, place, config), load_tokenizer(section), config)
+        config = read_config(section, place)
+        return identify_local(place.base, source_of(section, place, config), load_tokenizer(section), config)
     return load_target(section).identity

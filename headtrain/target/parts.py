@@ -163,21 +163,27 @@ def effective_norm_weight(norm: nn.Module, hidden: int) -> Tensor:
     return measured
 
 
-def last_layer_state(parts: Parts) -> dict[str, Tensor]:
-    """The last decoder layer under Llama's names with effective norm weights; empty where the family's layer has other
-    parts (four norms, fused projections), so that nothing is copied into a place of another meaning. Experts have
-    transformers' names (``mlp.experts.gate_up_proj``): no head takes them for a dense MLP."""
-    layer = parts.layers[-1]
-    state = {name: tensor.detach() for name, tensor in layer.state_dict().items()}
+def last_layer_names(layer: nn.Module) -> list[str]:
+    """The names in the layer's state that are Llama's; empty where the family's layer has other parts (four norms,
+    fused projections), so that nothing is copied into a place of another meaning. Experts have transformers' names
+    (``mlp.experts.gate_up_proj``): no head takes them for a dense MLP."""
+    state = layer.state_dict()
     experts = any(name.startswith("mlp.experts.") for name in state)
     matrices = [name for name in LLAMA_MATRICES if not (experts and name.startswith("mlp."))]
     needed = [f"{name}.weight" for name in (*matrices, *LLAMA_NORMS)]
     if {name for name, _ in layer.named_children()} != LLAMA_CHILDREN or any(
         name not in state or not state[name].is_floating_point() for name in needed
     ):
-        return {}
-    state = {name: whole(tensor) for name, tensor in state.items()}
-    for name in LLAMA_NORMS:
+        return []
+    return list(state)
+
+
+def last_layer_state(parts: Parts) -> dict[str, Tensor]:
+    """The last decoder layer under Llama's names (``last_layer_names``) with effective norm weights."""
+    layer = parts.layers[-1]
+    names, state = last_layer_names(layer), layer.state_dict()
+    state = {name: whole(state[name].detach()) for name in names}
+    for name in LLAMA_NORMS if names else ():
         state[f"{name}.weight"] = effective_norm_weight(getattr(layer, name), parts.config.hidden_size)
     return state
 

@@ -18,6 +18,7 @@ from ..data.store import FeatureStore
 from ..data.stream import FeatureStream
 from ..heads.base import DraftHead, HeadConfig
 from ..heads.catalog import build_head, head_class, parse_head
+from ..target.edges import load_edges
 from ..target.load import load_target
 from ..target.model import Target
 from ..types import Batch, Features, TargetShape, TargetWeights, Wants
@@ -35,7 +36,8 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
     """Load the target (its teacher is checked on a probe there), render rows, see that features are there, choose the
     draft vocabulary, build and start the head.
 
-    Where features are stored the target's body is given up afterwards: training needs its embedding and lm_head only.
+    Where features are stored only embedding, norm, lm_head and last layer are loaded; the whole target, too, while
+    shards are missing.
     watch: over the ranks of ``backend``. Raises RecipeError, DataError, TargetError, StoreError, CheckpointError.
     """
     if watch.world != backend.world:
@@ -45,7 +47,11 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
     warm = read_warm_start(recipe, config)
     console.print(f"loading the target {recipe.target.path}", markup=False)
     sharding = sharding_of(recipe.target, backend)
-    target = load_target(recipe.target, backend.device, sharding)
+    stored = recipe.features.mode != "online"
+    if stored:
+        target = load_edges(recipe.target, backend.device)
+    else:
+        target = load_target(recipe.target, backend.device, sharding)
     wants = head_wants(recipe, target.shape, target.weights())  # refused now, not after hours of capture
     check_depths(recipe.train.depth_schedule, wants.depth)
     if warm is not None:
@@ -54,7 +60,6 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
     for name, split in rows.items():
         for line in split.report:
             console.print(f"{name}: {line}", markup=False)
-    stored = recipe.features.mode != "online"
     sources = _stored(recipe, target, wants, rows, watch, console) if stored else None
     if recipe.train.joint is not None:
         sources = {name: OnlineSource(split.rows, no_features, wants) for name, split in rows.items()}

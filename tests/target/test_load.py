@@ -205,7 +205,7 @@ def test_a_copy_is_made_once_and_again_for_another_file(gguf_file, tmp_path, mon
     load.convert_to_folder(section, folder)
     before = identify_local(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(load, "_load_model", lambda *a: pytest.fail("converted again"))
+        patch.setattr(load, "load_model", lambda *a: pytest.fail("converted again"))
         load.convert_to_folder(section, folder)
     families.write_gguf(source, seed=1)
     load.convert_to_folder(section, folder)

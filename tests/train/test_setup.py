@@ -21,6 +21,7 @@ from headtrain.config import Recipe, RecipeError
 from headtrain.data.store import StoreError
 from headtrain.heads.io import load_head, read_tensors
 from headtrain.metadata import Metadata
+from headtrain.target import edges
 from headtrain.target.load import load_target
 from headtrain.train import __main__ as command
 from headtrain.train import setup as preparing
@@ -83,6 +84,19 @@ def test_offline_equals_online(recipe, backend, tmp_path):
     assert metadata.draft_vocab.size == 64 and head.draft_ids.numel() == 64
     again = train(recipe, prepare_run(recipe, backend, quiet()), backend)  # features are there, the run is finished
     assert again.step == 4 and again.last == offline.last
+
+
+def test_stored_features_are_trained_on_without_the_targets_body(recipe, backend, monkeypatch):
+    """A machine that cannot hold the target trains from what another one captured, and the head starts the same."""
+    first = prepare_run(recipe, backend, quiet())  # captures
+    for module in (preparing, edges):
+        monkeypatch.setattr(module, "load_target", lambda *_: pytest.fail("the whole target is loaded"))
+    second = prepare_run(recipe, backend, quiet())
+    assert second.identity == first.identity and second.data_sha256 == first.data_sha256
+    mine, theirs = second.head.state_dict(), first.head.state_dict()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert torch.equal(second.teacher.weight, first.teacher.weight)
+    train(recipe, second, backend)
 
 
 def test_another_kind_of_head(recipe, backend):
