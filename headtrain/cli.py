@@ -222,7 +222,8 @@ def main() -> None:
     try:
         app()
     except expected_errors() as error:
-        err.print(f"error: {error}", style="red", markup=False)
+        named = isinstance(error, OSError) and error.filename and error.strerror
+        err.print(f"error: {f'{error.filename}: {error.strerror}' if named else error}", style="red", markup=False)
         sys.exit(2)
 
 

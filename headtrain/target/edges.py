@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from ..config import TargetSection
 from ..metadata import TargetIdentity
 from ..teacher import Teacher
 from ..types import Batch, Features, TargetShape, TargetWeights, Wants
-from .files import find_tensor_names
+from .files import find_tensor_names, opened
 from .fingerprint import identify_local
 from .load import class_of, folder_of, load_model, load_target, load_tokenizer, locate, read_config, source_of
 from .model import Target
@@ -84,7 +83,7 @@ def read_last_layer(folder: Path, whole: nn.Module, short: nn.Module) -> dict[st
     like = parts.embed.weight
     state = {}
     for name in names:
-        with safe_open(found.files[found.layers[-1][name]], framework="pt") as file:
+        with opened(found.files[found.layers[-1][name]]) as file:
             state[name] = file.get_tensor(found.layers[-1][name]).to(like.device, like.dtype)
     for name in LLAMA_NORMS if names else ():
         norm = getattr(parts.layers[0], name, None)

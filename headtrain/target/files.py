@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -31,6 +34,16 @@ class TensorNames:
     files: dict[str, Path]
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; raises TargetError with its name where it is cut off, damaged or none."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise TargetError(f"{path}: damaged, or no safetensors file ({error}); fetch or copy it again") from None
+
+
 def tensor_files(folder: str | Path) -> dict[str, Path]:
     """Name -> file, from ``model.safetensors.index.json`` or the headers of all safetensors files."""
     folder = Path(folder)
@@ -42,11 +55,8 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
         return files
     files = {}
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                files |= dict.fromkeys(file.keys(), path)
-        except (SafetensorError, OSError) as error:
-            raise TargetError(f"{path}: {error}") from None
+        with opened(path) as file:
+            files |= dict.fromkeys(file.keys(), path)
     if not files:
         raise TargetError(f"{folder} holds no *.safetensors; other weight formats are not read: save it as safetensors")
     return files

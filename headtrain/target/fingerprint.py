@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from ..config import digest
 from ..metadata import TargetIdentity
-from .files import find_tensor_names
+from .files import find_tensor_names, opened
 from .parts import find_parts, whole
 from .shape import TargetError, shape_from_config
 
@@ -124,7 +123,7 @@ def local_weight_digests(folder: str | Path) -> dict[str, str]:
     found = find_tensor_names(folder)
 
     def digest_by_name(name: str) -> str:
-        with safe_open(found.files[name], framework="pt") as file:
+        with opened(found.files[name]) as file:
             piece = file.get_slice(name)
             shape = piece.get_shape()
             if not shape:

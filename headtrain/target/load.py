@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from ..config import TargetSection
 from ..metadata import TargetIdentity, write_json
@@ -210,7 +211,7 @@ def load_model(
         )
     except TargetError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _explain(section, place, "weights", error) from error
     _refuse_incomplete(section, info)
     if sharding is not None:
@@ -296,7 +297,8 @@ def convert_to_folder(section: TargetSection, folder: str | Path) -> Path:
     folder, place = Path(folder), locate(section)
     section = section.model_copy(update={"dtype": "float32"})
     if not place.gguf:
-        raise TargetError(f"target {section.path} is not a GGUF file: it needs no converted copy")
+        why = "loads as it is and needs no converted copy: not a GGUF file" if place.local else "is not there"
+        raise TargetError(f"target {section.path} {why}; expected a .gguf file or package:NAME")
     stamp = _stamp(place)
     found = _read_stamp(folder)
     if found == stamp:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from .files import find_tensor_names
+from .files import find_tensor_names, opened
 from .parts import find_parts
 
 SIDE = 24  # rows, and columns of each, at a fixed stride
@@ -54,7 +53,7 @@ def local_weight_sample(folder: str | Path) -> dict[str, Tensor]:
         chosen[f"layer.{middle}.{name}"] = found.layers[middle][name]
     sample = {}
     for key, tensor in chosen.items():
-        with safe_open(found.files[tensor], framework="pt") as file:
+        with opened(found.files[tensor]) as file:
             piece = file.get_slice(tensor)
             shape = piece.get_shape()
             if len(shape) != 2:

@@ -278,3 +278,20 @@ def test_smollm2(tmp_path):
             assert error < 1e-5
         assert (got.final[a:b] - hidden[30]).norm() / hidden[30].norm() < 1e-5
         torch.testing.assert_close(got.lse[a:b], logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "empty"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_damaged_weight_file_is_named(tmp_path, damage, sharded):
+    """By every reader of the files, with one message and no error of a library."""
+    from headtrain.target.edges import load_edges
+    from headtrain.target.sample import local_weight_sample
+
+    tiny.model().save_pretrained(tmp_path, max_shard_size="60KB" if sharded else "5GB")
+    tiny.tokenizer().save_pretrained(tmp_path)
+    for path in tmp_path.glob("*.safetensors"):
+        path.write_bytes({"cut": path.read_bytes()[:-100], "text": b"version https://git-lfs", "empty": b""}[damage])
+    section = TargetSection(path=str(tmp_path))
+    for read in (load.load_target, load_edges, load.identify_section, lambda s: local_weight_sample(s.path)):
+        with pytest.raises(TargetError, match="safetensors|cannot be loaded"):
+            read(section)
