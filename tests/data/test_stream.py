@@ -19,7 +19,7 @@ from headtrain.data.order import Windows
 from headtrain.data.storage import Local
 from headtrain.data.store import FeatureStore, StoreWriter
 from headtrain.data.stream import FeatureStream, check_budget, produce, shard_sizes
-from headtrain.data.workers import Workers
+from headtrain.data.workers import Worker, Workers
 
 ROWS = tiny.rows((24, 9, 33, 12, 40, 7, 21, 30, 25, 14, 28, 35, 11, 22))
 PLAN = manifest(ROWS, 40)
@@ -357,3 +357,57 @@ def test_order_follows_from_numbers_alone(whole):
             numbers = [g for g in range(5, 20) if g % ranks == rank]
             for number, (batch, _) in zip(numbers, mine.batches(5, 20), strict=True):
                 assert torch.equal(batch.ids, expected[number])
+
+
+def test_the_order_of_windows_is_pinned():
+    """A change of the algorithm breaks the resume of runs that began before it."""
+    lengths = [len(row) for row in ROWS]
+    assert WINDOWS.order(SEED, 0) == [0, 5, 3, 1, 6, 9, 2, 4, 8, 7]
+    assert WINDOWS.plan(lengths, 80, SEED, 1)[0] == [[5, 13, 6, 12], [11, 0, 1], [2, 4], [10, 7], [3, 8, 9]]
+
+
+def test_a_stream_says_whether_it_needs_more(place, target):
+    """To the last micro-batch of this rank: finished. Left before: away, and where it was is kept."""
+    write(place, ROWS, target, PLAN)
+
+    def left_behind() -> list[bool]:
+        return [Worker.model_validate_json(path.read_bytes()).finished for path in place.glob("worker-*.json")]
+
+    reading = loader(stream(place), rank=0, ranks=2)
+    stop = 2 * reading.micro_batches_per_epoch + 1  # odd: rank 0 has one micro-batch more than rank 1
+    batches = reading.batches(0, stop)
+    for _ in range(stop // 4):
+        next(batches)
+    assert left_behind() == [False]
+    batches.close()
+    assert left_behind() == [] and int((place / "position.txt").read_text()) > 0
+    assert len(list(loader(stream(place), rank=0, ranks=2).batches(stop - 5, stop))) == 3
+    assert left_behind() == [True] and not (place / "position.txt").exists()
+    batches = loader(stream(place)).batches(0)
+    next(batches)
+    assert left_behind() == [False]  # a finished one's is cleared away by the next
+
+
+def test_a_stream_begins_where_training_does(place):
+    """Capture is not to make again what was read before the run was stopped."""
+    reading, visits = loader(stream(place)), []
+    reading.source.open = lambda visit, order: visits.append(visit)
+    start = reading.micro_batches_per_epoch + 3
+    with pytest.raises(StoreError, match="is not there"):
+        next(reading.batches(start))
+    assert visits == [reading.visit_of(start)] and visits[0] > WINDOWS.shards
+
+
+def test_rank_0_says_who_died_though_it_waits_for_nobody(place, target):
+    """Long before training has read what a dead capture left."""
+    write(place, ROWS, target, PLAN)
+    outs = [console(), console()]
+    reading = [loader(stream(place, out, timeout=0.8, rank=n), rank=n, ranks=2) for n, out in enumerate(outs)]
+    batches = [one.batches(0) for one in reading]
+    for one in batches:
+        next(one)
+    dead = Workers(Local(place), "capture", console(), 60.0)
+    dead.me.started = "1"
+    dead.tell()
+    until(lambda: "died: it was killed" in outs[0].file.getvalue(), 20)
+    assert "died" not in outs[1].file.getvalue()

@@ -182,7 +182,7 @@ def test_processes_fill_one_store_to_one_process_bytes_though_one_is_killed(plac
     of, target = manifest(ROWS), FakeTarget()
     with worker(tmp_path / "alone") as me:
         fill(tmp_path / "alone", of, target, me)
-    counts = fork.Queue()
+    counts, dying = fork.Queue(), fork.Event()
 
     def work(kill):
         calls, features = [], target.features
@@ -190,12 +190,14 @@ def test_processes_fill_one_store_to_one_process_bytes_though_one_is_killed(plac
         def slow(*args):
             calls.append(1)
             if len(calls) == kill:
+                dying.set()
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.05)
             return features(*args)
 
         target.features = slow
         with worker(place) as me:
+            assert kill or dying.wait(60)  # on a loaded machine the others might leave it nothing to die of
             fill(place, of, target, me)
             counts.put(len(calls))
 
@@ -229,3 +231,53 @@ def test_a_claim_left_beside_a_complete_shard_does_no_harm(place):
     with worker(place) as me:
         fill(place, of, target, me)
     assert not list(place.glob("claim-*")) and len(FeatureStore(place)) == len(ROWS)
+
+
+# ---- claims that changed between two looks
+
+
+def test_a_shard_is_taken_over_again_where_the_next_one_died_too(place):
+    with worker(place) as me:
+        for generation in (1, 2):
+            (place / _claim_file(0, generation)).write_bytes(b"gone")
+        assert me.take([0]) == 0 and me.claimed() == {0: 3} and me.mine(0)
+
+
+def test_a_claim_that_is_released_this_moment_is_not_abandoned(place):
+    with worker(place) as a, worker(place) as b:
+        assert a.take([0]) == 0
+        old = b.storage.names()
+        a.release(0)
+        b.storage.names = lambda: old
+        assert b.abandoned() == set()
+
+
+def test_what_is_being_released_never_looks_abandoned(place):
+    """A process that looks between two deletions would capture the shard again."""
+    with worker(place) as a, worker(place) as b:
+        (place / _claim_file(0, 1)).write_bytes(b"gone")
+        assert a.take([0]) == 0
+        seen, delete = [], a.storage.delete
+
+        def slowly(name):
+            delete(name)
+            seen.append(b.abandoned())
+
+        a.storage.delete = slowly
+        a.release(0)
+        assert seen == [set(), set()] and b.claimed() == {}
+
+
+def test_another_process_of_the_same_number_is_not_taken_for_the_dead_one(place):
+    with worker(place) as me:
+        dead = worker(place)  # its number is that of a process that lives
+        dead.me.started = "1"
+        dead.tell()
+        assert me.look() == [me.me] and "died: it was killed" in said(me)
+
+
+def test_a_training_that_finished_binds_nobody(place):
+    with Workers(Local(place), "training", console(), 60.0, order="one") as training:
+        training.tell(finished=True)
+    with Workers(Local(place), "capture", console(), 60.0, order="another", keep=5) as me:
+        assert len(me.look()) == 2
