@@ -149,12 +149,12 @@ def regenerate(
     target: Annotated[str, typer.Argument(help="Hub id, folder, .gguf file or package:NAME")],
     prompts: Annotated[list[str], typer.Argument(help="files, globs or folders of conversations")],
     to: Annotated[Path, typer.Option("--out", help="JSONL to write; the same command resumes it")],
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens of an answer, at most")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="nucleus, at temperatures above 0; 1: all")] = 1.0,
     samples: Annotated[int, typer.Option(min=1, help="answers to each prompt")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1)] = 16,
-    seed: int = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="answers generated together")] = 16,
+    seed: Annotated[int, typer.Option(help="of sampling")] = 0,
 ) -> None:
     """Let the target answer prompts itself: training data that matches what the head will be asked to draft."""
     from .data.regenerate import regenerate as run

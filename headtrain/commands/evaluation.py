@@ -80,11 +80,13 @@ def evaluate(
             "stored: teacher-forced on the run's stored rows, seconds"
         ),
     ] = "decode",
-    max_new_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="of each text; default: the recipe's eval.max_new_tokens, or 128")
+    ] = None,
     limit_per_route: Annotated[
         int | None, typer.Option(min=1, help="prompts of each route; stored: of all rows")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**62)] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**62, help="of sampling; default: the recipe's, or 0")] = None,
     to: Annotated[
         Path | None, typer.Option("--out", help="folder for eval.json and eval.html; default: RUN/eval, EXPORT-eval")
     ] = None,

@@ -331,3 +331,12 @@ def test_a_malformed_prompt_file_gets_no_advice_that_the_command_does_not_have(p
     recipe = str(place / "eagle" / "recipe.yaml")
     with pytest.raises(DataError, match="bad.jsonl:1: not valid JSON.*set data.bad_lines=skip"):
         CliRunner().invoke(app, ["inspect", recipe, f"data.train=[{bad}]"], catch_exceptions=False)
+
+
+def test_every_option_of_every_verb_says_what_it_is():
+    import typer
+
+    verbs = typer.main.get_command(app).commands
+    silent = {name: [p.name for p in verb.params if not p.help] for name, verb in verbs.items()}
+    assert not {name: options for name, options in silent.items() if options}
+    assert all(verb.help for verb in verbs.values())
