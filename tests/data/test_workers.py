@@ -12,7 +12,7 @@ from headtrain.data import produce
 from headtrain.data.meter import Meter
 from headtrain.data.storage import Local
 from headtrain.data.store import FeatureStore, StoreWriter
-from headtrain.data.workers import Workers, _claim_file
+from headtrain.data.workers import Worker, Workers, _claim_file
 
 ROWS = tiny.rows((24, 9, 33, 12, 40, 7, 21, 30, 25))
 
@@ -281,3 +281,25 @@ def test_a_training_that_finished_binds_nobody(place):
         training.tell(finished=True)
     with Workers(Local(place), "capture", console(), 60.0, order="another", keep=5) as me:
         assert len(me.look()) == 2
+
+
+def test_a_moment_without_the_storage_ends_no_worker(place):
+    with worker(place, timeout=0.8) as me:  # a sign of life every 0.1 s
+        write, failed = me.storage.write, []
+
+        def broken(*args, **more):
+            if len(failed) < 3:
+                failed.append(1)
+                raise OSError("a stale handle")
+            write(*args, **more)
+
+        me.storage.write = broken
+        end = time.monotonic() + 20
+        while len(failed) < 3 or _written(place, me).beat <= len(failed):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert "a stale handle; trying again" in said(me)
+
+
+def _written(place, of: Workers) -> Worker:
+    return Worker.model_validate_json((place / f"worker-{of.me.id}.json").read_bytes())

@@ -186,7 +186,7 @@ def fakes(tmp_path, monkeypatch):
     tools = {
         "torchrun": 'echo torchrun "$@"',
         "accelerate": 'echo accelerate "$@"',
-        "scontrol": "echo n07; echo n08",
+        "scontrol": "echo n07; sleep 0.1; echo n08",  # whoever reads the first line alone leaves before the second
         "srun": 'shift; SLURM_NODEID=0 "$@"; SLURM_NODEID=1 "$@"',
     }
     for name, does in tools.items():
@@ -261,3 +261,36 @@ def test_shellcheck():
     scripts = [str(LAUNCH / name) for name in ("run.sh", "torchrun.sh", "accelerate.sh", "slurm.sbatch")]
     done = subprocess.run([str(tool), *scripts], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+# -- a checkpoint that is sent ------------------------------------------------------------------------------------
+
+
+def test_a_node_receives_the_newest_checkpoint_and_the_best_in_pieces(tmp_path):
+    """And the node that has them keeps its own files as they are."""
+    have = tmp_path / "node-1/checkpoints"
+    for step, size in ((2, 1234), (3, 3000)):  # in pieces of 1000 bytes: some left over, or none
+        (have / checkpoint.name_of(step)).mkdir(parents=True)
+        (have / checkpoint.name_of(step) / "head.safetensors").write_bytes(os.urandom(size))
+        (have / checkpoint.name_of(step) / checkpoint.TRAINER_FILE).write_text(f"{step}")
+    (tmp_path / "node-1/metrics.jsonl").write_text("the curve")
+    old = tmp_path / "node-0/checkpoints" / checkpoint.name_of(2)  # of a run that was never resumed there
+    old.mkdir(parents=True)
+    (old / "head.safetensors").write_bytes(b"old")
+    before = {path: path.stat().st_ino for path in have.rglob("*")}
+    codes = ranks.finish(ranks.start_ranks(receive, 2, tmp_path, str(tmp_path)))
+    assert codes == [0, 0], said(tmp_path)
+
+    def files(run: Path) -> dict[str, bytes]:
+        return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    assert files(tmp_path / "node-0") == files(tmp_path / "node-1") and len(files(tmp_path / "node-0")) == 5
+    assert before == {path: path.stat().st_ino for path in have.rglob("*")}
+
+
+def receive(rank: int, folder: str) -> None:
+    nodes.CHUNK, checkpoint._best_step = 1000, lambda last: 2
+    with Watch(60.0) as watch:
+        torch.distributed.init_process_group("gloo")
+        nodes.spread(Path(folder) / f"node-{rank}", True, torch.device("cpu"), watch)
+    torch.distributed.destroy_process_group()

@@ -13,7 +13,7 @@ import pytest
 import ranks
 
 from headtrain.train import watch
-from headtrain.train.board import RankError
+from headtrain.train.board import Board, End, RankError
 from headtrain.train.watch import Stopped, Watch
 
 
@@ -142,3 +142,35 @@ def test_a_wake_that_is_not_ours_is_nothing():
     with Watch(rank=0, world=1):
         os.kill(os.getpid(), watch.WAKE)
         time.sleep(0.01)
+
+
+def test_a_broken_exchange_is_explained_as_soon_as_there_is_an_end(tmp_path):
+    """Not after the time in which a rank without signs of life would be found."""
+    codes = ranks.finish(ranks.start_ranks(break_off, 2, tmp_path), 30.0)
+    assert codes == [3, 1] and "failed: ValueError: a strange row" in (tmp_path / "rank-0.log").read_text()
+
+
+def break_off(rank: int) -> None:
+    run = watched()
+    run.lapse = 600.0
+    try:
+        with run:
+            run.share("all are there")
+            if rank == 0:
+                raise RuntimeError("gloo: Connection closed by peer")
+            time.sleep(1)
+            raise ValueError("a strange row")
+    except RankError as error:
+        print(error)
+        sys.exit(3)
+
+
+def test_of_two_ends_the_first_counts_and_a_launcher_that_starts_again_begins_anew(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(ranks.free_port()))
+    one, other = Board(0, 2, 10.0), Board(1, 2, 10.0)
+    first, second = End(0, "the first", True), End(1, "the second", False)
+    assert other.end() is None
+    assert one.put_down(first) == other.put_down(second) == one.end() == other.end() == first
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert Board(1, 2, 10.0).end() is None
