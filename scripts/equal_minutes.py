@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headtrain.config import load_recipe
+from headtrain.evaluate.results import STORED
+from headtrain.evaluate.sweep import FILES
 
 TRIAL_STEPS = 6  # of each stage, the first of which is warm-up and not counted
 
@@ -95,7 +97,7 @@ def measured(entry: Entry, out: Path, minutes: float, k: int) -> dict:
     with open(log, "a", encoding="utf-8") as file:
         if subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode:
             sys.exit(f"{entry.name}: evaluation failed, see {log}")
-    figures = next(iter(sorted(run.rglob("eval.json"), key=lambda p: -p.stat().st_mtime)))
+    figures = run / "eval" / FILES[STORED]
     case = json.loads(figures.read_text(encoding="utf-8"))["cases"][0]
     return {"name": entry.name, "steps": steps, "seconds": last["seconds"], "last": last} | case
 

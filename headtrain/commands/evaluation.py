@@ -16,8 +16,9 @@ from ..decode.drafters import Drafter, HeadDrafter
 from ..decode.generate import Acceptance
 from ..evaluate.acceptance import Case, Settings, describe_target, load_prompts, measure, versions
 from ..evaluate.report import html_report, notes, tables
+from ..evaluate.results import DECODE, REPLAY, STORED
 from ..evaluate.stored import measure_stored
-from ..evaluate.sweep import Sweep
+from ..evaluate.sweep import FILES, Sweep, found_in
 from ..heads.io import FILE
 from ..metadata import MetadataError, write_text
 from ..target.shape import TargetError
@@ -37,7 +38,7 @@ from .common import (
 )
 from .drafters import Maker, numbers
 
-JOURNAL, LOCK = "eval.unfinished", "eval.lock"
+LOCK = "eval.lock"
 USER_ERRORS = (RecipeError, DataError, MetadataError, TokenizerMismatch, CheckpointError, TargetError)  # say enough
 
 
@@ -88,7 +89,12 @@ def evaluate(
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**62, help="of sampling; default: the recipe's, or 0")] = None,
     to: Annotated[
-        Path | None, typer.Option("--out", help="folder for eval.json and eval.html; default: RUN/eval, EXPORT-eval")
+        Path | None,
+        typer.Option(
+            "--out",
+            help="folder for eval.json and eval.html (eval-replay and eval-stored in those modes); default: RUN/eval, "
+            "EXPORT-eval",
+        ),
     ] = None,
     server: Annotated[
         str | None, typer.Option(help="measure this OpenAI-compatible server instead; the options below are for it")
@@ -173,15 +179,15 @@ def evaluate(
         return
     ks = k if k is not None else str(pick("k", None, 5))
     chains = [] if ks == "0" else numbers("--k", ks, int, 1)
-    if mode == "stored":
+    if mode == STORED:
         sweep = _stored(run, recipe, target, chains, limit_per_route)
-    elif mode in ("decode", "replay"):
+    elif mode in (DECODE, REPLAY):
         wanted = _Wanted(
             drafters=drafter or (["head"] if run else []),
             chains=chains,
             budgets=[] if tree is None else numbers("--tree", tree, int, 1),
             temperatures=warm,
-            replay=mode == "replay",
+            replay=mode == REPLAY,
             branch=branch,
             tree_depth=tree_depth,
         )
@@ -189,12 +195,13 @@ def evaluate(
         shared = Settings(top_p=top_p, top_k=top_k, max_new_tokens=tokens, seed=seed, acceptance=acceptance)
         section = target_section(target, recipe)
         with run_lock(to, err, LOCK, "evaluates"):
-            _show(_decoded(wanted, run, recipe, section, specs, limit, shared, to / JOURNAL), to)
-            (to / JOURNAL).unlink(missing_ok=True)  # only now: until the results are written it is all there is
+            journal = to / Path(FILES[mode]).with_suffix(".unfinished")
+            _show(_decoded(wanted, run, recipe, section, specs, limit, shared, journal), to / FILES[mode])
+            journal.unlink(missing_ok=True)  # only now: until the results are written it is all there is
         return
     else:
         raise RecipeError(f"--mode {mode}: expected decode, replay or stored")
-    _show(sweep, to)
+    _show(sweep, to / FILES[mode])
 
 
 @dataclass(frozen=True)
@@ -284,12 +291,13 @@ def _stored(run: Path | None, recipe: Recipe | None, target: str | None, ks: lis
         raise RecipeError(f"evaluation: {error}") from None
 
 
-def _show(sweep: Sweep, to: Path) -> None:
-    to.mkdir(parents=True, exist_ok=True)
-    sweep.write(to / "eval.json")
-    write_text(to / "eval.html", html_report(sweep))
+def _show(sweep: Sweep, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    page = file.with_suffix(".html")
+    sweep.write(file)
+    write_text(page, html_report(sweep))
     _print(sweep)
-    out.print(f"{to / 'eval.json'}\n{to / 'eval.html'}", markup=False)
+    out.print(f"{file}\n{page}", markup=False)
 
 
 def _print(sweep: Sweep) -> None:
@@ -300,16 +308,18 @@ def _print(sweep: Sweep) -> None:
 
 
 def report(run: Annotated[Path, typer.Argument(help="a run that was evaluated")]) -> None:
-    """The tables of a run's evaluation, and where everything that the run made lies."""
-    figures = figures_of(existing(run)) / "eval.json"
-    if not figures.is_file():
-        raise RecipeError(f"no {figures}: `headtrain eval {run}` makes it")
-    try:
-        sweep = Sweep.read(figures)
-    except ValueError as error:
-        raise RecipeError(f"{figures} is no evaluation ({error}); `headtrain eval {run}` makes it again") from None
-    _print(sweep)
-    for name, path in _made(run, figures):
+    """The tables of a run's evaluations (decoded, replayed, of stored rows), and where what the run made lies."""
+    folder = figures_of(existing(run))
+    found = found_in(folder)
+    if not found:
+        raise RecipeError(f"no {folder / FILES[DECODE]}: `headtrain eval {run}` makes it")
+    for figures in found:
+        try:
+            sweep = Sweep.read(figures)
+        except ValueError as error:
+            raise RecipeError(f"{figures} is no evaluation ({error}); `headtrain eval {run}` makes it again") from None
+        _print(sweep)
+    for name, path in _made(run, found):
         if path.exists():
             out.print(f"{name:<9} {path}", markup=False)
 
@@ -321,11 +331,11 @@ def figures_of(run: Path | None) -> Path:
     return run.with_name(f"{run.name}-eval") if (run / "config.json").is_file() else run / "eval"
 
 
-def _made(run: Path, figures: Path) -> Sequence[tuple[str, Path]]:
+def _made(run: Path, evaluations: Sequence[Path]) -> Sequence[tuple[str, Path]]:
     try:
         head = checkpoint_of(run)
     except CheckpointError:  # an export, or an evaluation of other drafters only
         head = run / FILE
-    files = {"head": head, "curve": run / "metrics.jsonl", "figures": figures}
-    files |= {"report": figures.with_name("eval.html"), "features": run / "features"}
-    return [*files.items(), *(("export", path.parent) for path in sorted(run.glob("export*/config.json")))]
+    figures = [item for path in evaluations for item in (("figures", path), ("report", path.with_suffix(".html")))]
+    exports = [("export", path.parent) for path in sorted(run.glob("export*/config.json"))]
+    return [("head", head), ("curve", run / "metrics.jsonl"), *figures, ("features", run / "features"), *exports]

@@ -33,12 +33,15 @@ def export(
     target: TargetOption = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the target's")] = None,
     max_shard_size: Annotated[str, typer.Option(help="larger tensors files are split: 200MB, 5GB")] = "5GB",
-    acceptance: Annotated[Path | None, typer.Option(help="an eval.json; default: RUN/eval/eval.json if there")] = None,
+    acceptance: Annotated[
+        Path | None, typer.Option(help="an eval.json; default: the one in RUN/eval, if there")
+    ] = None,
     probe: Annotated[bool, typer.Option(help="store a behavioural probe for `check` (loads the target)")] = True,
     license: Annotated[str | None, typer.Option(help="for the model card, as the Hub spells it: apache-2.0")] = None,
     force: Annotated[bool, typer.Option(help="replace an earlier export")] = False,
 ) -> None:
     """Write a trained head as an engine loads it, read it back strictly, and print the launch command."""
+    from ..evaluate.sweep import found_in
     from ..export.core import export_head, launch_line, usual_draft
     from ..export.engines import engines_load
     from ..export.probe import make_probe
@@ -52,7 +55,7 @@ def export(
         loaded = load_for(section, folder)
         require_same_target(metadata, loaded.identity, folder)
         stored, weights = make_probe(loaded, head.wants().layers), loaded.weights()
-    measured = acceptance or (run / "eval" / "eval.json" if (run / "eval" / "eval.json").is_file() else None)
+    measured = acceptance or next(iter(found_in(run / "eval")), None)
     # a head trained on a file that engines cannot load is named after the folder it was converted to
     renamed = target if target and engines_load(target) and not engines_load(metadata.target.name) else None
     draft = measured_draft(measured, fingerprint(head), engine, usual_draft(metadata)) if measured else None

@@ -45,11 +45,12 @@ SAME_SIZE = 1.3  # counts of one target differ by its tied or untied embedding, 
 
 
 def read_cases(path: Path) -> list[Evaluation]:
-    """An eval.json, or the run or folder that holds one. Raises RecipeError."""
-    from ..evaluate.sweep import Sweep
+    """An eval.json, or the run or folder that holds one; the decoded one where there are several. Raises
+    RecipeError."""
+    from ..evaluate.sweep import Sweep, found_in
 
-    places = [path, path / "eval.json", path / "eval" / "eval.json", path.with_name(f"{path.name}-eval") / "eval.json"]
-    found = next((p for p in places if p.is_file()), None)
+    folders = (path, path / "eval", path.with_name(f"{path.name}-eval"))
+    found = path if path.is_file() else next((file for folder in folders for file in found_in(folder)), None)
     if found is None:
         what = "no evaluation at" if path.exists() else "no such file or folder:"
         raise RecipeError(f"{what} {path}; `headtrain eval` writes eval.json")

@@ -178,10 +178,10 @@ class Evaluation:
         return self.settings.get("acceptance", "lossless") == "lossless"
 
     def acceptance(self) -> dict[str, RouteAcceptance]:
-        """For headtrain.json, which holds lossless figures only. Routes where nothing was decoded past the first token
-        are left out."""
+        """For headtrain.json, which holds what lossless decoding accepts: nothing of stored rows. Routes where nothing
+        was decoded past the first token are left out."""
         out: dict[str, RouteAcceptance] = {}
-        if not self.lossless:
+        if not self.lossless or self.settings["mode"] == STORED:
             return out
         for s in self.summaries():
             if s.rounds:

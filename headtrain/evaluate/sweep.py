@@ -1,4 +1,4 @@
-"""Several cases measured on the same prompts and the same target: what ``eval.json`` holds."""
+"""Several cases measured on the same prompts and the same target: what ``eval.json`` holds, and where it lies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ..metadata import write_json
-from .results import Evaluation, clean
+from .results import DECODE, REPLAY, STORED, Evaluation, clean
 
 FORMAT = 2
+# A mode never overwrites what another took hours to find. In the order in which they are believed: replay is not timed,
+# and stored rows may be somebody else's text.
+FILES = {DECODE: "eval.json", REPLAY: "eval-replay.json", STORED: "eval-stored.json"}
+
+
+def found_in(folder: Path) -> list[Path]:
+    """The evaluations in a folder, the one to believe first."""
+    return [path for name in FILES.values() if (path := folder / name).is_file()]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from headtrain.capture import capture
 from headtrain.cli import app, expected_errors
 from headtrain.commands.evaluation import LOCK
+from headtrain.commands.serving import read_cases
 from headtrain.config import Recipe, RecipeError, TargetSection, load_recipe
 from headtrain.data import DataError
 from headtrain.decode.draft_model import TokenizerMismatch
@@ -113,7 +115,8 @@ def test_everything_at_once(place, tmp_path):
 def test_replay_says_what_decoding_says(place, tmp_path):
     run(place / "eagle", "--k", "1,2,3", "--mode", "replay", "--out", tmp_path / "a")
     run(place / "eagle", "--k", "1,2,3", "--out", tmp_path / "b")
-    replayed, decoded = (Sweep.read(tmp_path / name / "eval.json").cases for name in "ab")
+    files = tmp_path / "a" / "eval-replay.json", tmp_path / "b" / "eval.json"
+    replayed, decoded = (Sweep.read(file).cases for file in files)
     for a, b in zip(replayed, decoded, strict=True):
         assert a.settings["mode"] == "replay" and [r.rounds for r in a.results] == [r.rounds for r in b.results]
 
@@ -123,7 +126,7 @@ def test_stored_rows_need_no_decoding(place, tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "_plain", None)
     result = run(place / "medusa", "--k", "1,3", "--mode", "stored", "--out", tmp_path)
-    cases = Sweep.read(tmp_path / "eval.json").cases
+    cases = Sweep.read(tmp_path / "eval-stored.json").cases
     assert [case.settings["k"] for case in cases] == [1, 3] and {len(case.results) for case in cases} == {4}
     assert cases[0].routes == ["a", "b"] and "(stored)" in result.output
     # an identity head of a random target is never far from right nor from wrong: the sums must at least fit the rows
@@ -131,7 +134,56 @@ def test_stored_rows_need_no_decoding(place, tmp_path, monkeypatch):
         for r in case.results:
             assert 1 + sum(x.committed for x in r.rounds) == r.speculative.tokens
     run(place / "medusa", "--k", "1", "--mode", "stored", "--limit-per-route", 2, "--out", tmp_path)
-    assert len(Sweep.read(tmp_path / "eval.json").cases[0].results) == 2
+    assert len(Sweep.read(tmp_path / "eval-stored.json").cases[0].results) == 2
+
+
+@pytest.mark.parametrize("decoded", ["first", "last", "never"])
+def test_no_mode_overwrites_what_was_decoded(place, tmp_path, decoded):
+    """Every file that a decoded evaluation wrote stays, byte by byte, and is what all readers take."""
+    shutil.copytree(place / "eagle", tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
+    at, decode = tmp_path / "run" / "eval", ["--k", "1,2", "--max-new-tokens", 6]
+    files, before = ("eval.json", "eval.html"), None
+    if decoded == "first":
+        run(tmp_path / "run", *decode)
+        before = [(at / name).read_bytes() for name in files]
+    run(tmp_path / "run", "--k", "3", "--mode", "replay", "--max-new-tokens", 6)
+    run(tmp_path / "run", "--k", "1", "--mode", "stored")
+    if decoded == "last":
+        run(tmp_path / "run", *decode)
+    assert before is None or before == [(at / name).read_bytes() for name in files]
+    modes = {path.name: Sweep.read(path).cases[0].settings["mode"] for path in at.glob("*.json")}
+    expected = {"eval.json": "decode", "eval-replay.json": "replay", "eval-stored.json": "stored"}
+    assert modes == {name: mode for name, mode in expected.items() if decoded != "never" or mode != "decode"}
+    believed = [3] if decoded == "never" else [1, 2]
+    assert [case.settings["k"] for case in read_cases(tmp_path / "run")] == believed
+    assert [case.settings["k"] for case in read_cases(at)] == believed
+    assert [case.settings["k"] for case in read_cases(at / "eval-stored.json")] == [1]
+    told = CliRunner().invoke(app, ["report", str(tmp_path / "run")], catch_exceptions=False).output
+    assert all(str(at / name) in told for name in modes)
+    words = ["export", str(tmp_path / "run"), "--engine", "vllm", "--out", str(tmp_path / "export"), "--no-probe"]
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    acceptance = json.loads((tmp_path / "export" / "headtrain.json").read_text())["acceptance"]
+    assert acceptance["all"]["k"] == believed[-1]
+
+
+def test_stored_rows_alone_are_no_measured_acceptance_of_an_export(place, tmp_path):
+    shutil.copytree(place / "eagle", tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
+    run(tmp_path / "run", "--k", "1", "--mode", "stored")
+    words = ["export", str(tmp_path / "run"), "--engine", "vllm", "--out", str(tmp_path / "export"), "--no-probe"]
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    assert not json.loads((tmp_path / "export" / "headtrain.json").read_text())["acceptance"]
+    assert "Not measured yet" in (tmp_path / "export" / "README.md").read_text()
+
+
+def test_replay_leaves_an_interrupted_decoding_its_journal(place, tmp_path, monkeypatch):
+    (tmp_path / "eval.json").mkdir()
+    with pytest.raises(OSError):
+        run(place / "eagle", "--k", "1", "--max-new-tokens", 4, "--out", tmp_path)
+    (tmp_path / "eval.json").rmdir()
+    kept = (tmp_path / "eval.unfinished").read_bytes()
+    run(place / "eagle", "--k", "2", "--mode", "replay", "--max-new-tokens", 4, "--out", tmp_path)
+    assert (tmp_path / "eval.unfinished").read_bytes() == kept and kept.count(b"\n") == 1 + 4
+    assert not (tmp_path / "eval-replay.unfinished").exists()
 
 
 def test_stored_rows_say_what_training_said_of_them(place, tmp_path):
@@ -147,7 +199,7 @@ def test_stored_rows_say_what_training_said_of_them(place, tmp_path):
     backend = Backend("fp32", [], recipe.output_dir)
     printed = summary(train(recipe, prepare_run(recipe, backend, Console(quiet=True)), backend).evaluation)
     result = run(tmp_path / "run", "--mode", "stored", "--k", "3")
-    of = Sweep.read(tmp_path / "run" / "eval" / "eval.json").simulated
+    of = Sweep.read(tmp_path / "run" / "eval" / "eval-stored.json").simulated
     assert f"simulated tau {of.tau:.3f}" in printed and f"simulated tau {of.tau:.3f}" in result.output
     assert of.own < 0.5 and f"at {of.own:.1%} of its tokens; elsewhere a draft" in result.output
     again = CliRunner().invoke(app, ["report", str(tmp_path / "run")], catch_exceptions=False).output
@@ -165,13 +217,14 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_named(place, tmp_path,
     for name in "pq":
         result = run(place / "eagle", "--mode", mode, "--prompts", tmp_path / f"{name}.jsonl", "--out", tmp_path / name)
         told[name] = result.output
-    p, q = (Sweep.read(tmp_path / name / "eval.json") for name in "pq")
+    name = {"decode": "eval", "replay": "eval-replay"}[mode]
+    p, q = (Sweep.read(tmp_path / folder / f"{name}.json") for folder in "pq")
     assert [r.rounds for r in p.cases[0].results] == [r.rounds for r in q.cases[0].results] != []
     (skipped,) = p.skipped
     assert skipped.startswith("longest (") and q.skipped == []
     assert f"1 prompts left out, longer than the target's context, which no server takes: {skipped}" in told["p"]
     assert "left out" not in told["q"]
-    assert "longest" in (tmp_path / "p" / "eval.html").read_text()
+    assert "longest" in (tmp_path / "p" / f"{name}.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -245,7 +298,7 @@ def test_a_draft_model_with_the_targets_context_is_replayed_to_its_end(place, tm
     tiny.save(tmp_path / "short", initializer_range=0.2, num_hidden_layers=2, max_position_embeddings=64)
     run("--target", tmp_path / "short", "--drafter", f"model:{tmp_path / 'short'}", "--k", 2, "--max-new-tokens", 200,
         "--prompts", place / "prompts.jsonl", "--mode", "replay", "--out", tmp_path)  # fmt: skip
-    results = Sweep.read(tmp_path / "eval.json").cases[0].results
+    results = Sweep.read(tmp_path / "eval-replay.json").cases[0].results
     assert any(r.plain.stop == "context" for r in results)
 
 
