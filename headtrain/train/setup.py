@@ -22,7 +22,7 @@ from ..target.edges import load_edges
 from ..target.load import load_target
 from ..target.model import Target
 from ..types import Batch, Features, TargetShape, TargetWeights, Wants
-from . import lora
+from . import checkpoint, lora
 from .backend import Backend
 from .groups import GroupLoader, sharding_of
 from .joint import Joint, no_features
@@ -42,7 +42,9 @@ def prepare_run(recipe: Recipe, backend: Backend, console: Console, watch: Watch
     """
     if watch.world != backend.world:
         raise ValueError(f"{backend.world} ranks prepare a run, and the watch is over {watch.world}")
-    check_accumulation(recipe.train, backend.world)  # before a capture that may take hours
+    if backend.main:  # before a capture that may take hours; where the run is not on this node, only rank 0 knows of it
+        resumes = bool(checkpoint.steps(recipe.output_dir / "checkpoints"))
+        check_accumulation(recipe, backend.world, resumes)
     config = parse_head(recipe.head)
     warm = read_warm_start(recipe, config)
     console.print(f"loading the target {recipe.target.path}", markup=False)

@@ -96,7 +96,6 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
     """Train ``setup.head`` in place; resumes the run folder's last checkpoint unless ``fresh`` (an old run is then
     moved to ``previous-N``). Raises RecipeError, CheckpointError, TrainError."""
     settings, head, teacher, joint = recipe.train, setup.head, setup.teacher, setup.joint
-    check_accumulation(settings, backend.world)
     if setup.train.micro_batches_per_epoch < 1:
         raise RecipeError("data.train: no rows to train on")
     total = total_steps(settings, setup.train.micro_batches_per_epoch)
@@ -122,6 +121,7 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
     found = list(checkpoint.steps(root).values())
     if found:
         state, counters = checkpoint.resume(found[-1], head, origin, joint)
+    check_accumulation(recipe, backend.world, resumes=bool(found))
     if backend.main:
         torn = curve.truncate(counters.step)
         (run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
@@ -172,6 +172,11 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
     with stop, closing(stream), TrainConsole(depths, counters.step, counters.packed, quiet=not backend.main) as console:
         if found:
             console.say(f"resuming from {found[-1]}: step {counters.step} of {total}")
+        if idle := -settings.accumulation % backend.world:
+            console.say(
+                f"train.accumulation: {settings.accumulation} micro-batches over {backend.world} ranks: {idle} of them "
+                "wait through a micro-batch of each step; a number of ranks that divides it wastes nothing"
+            )
         if torn:
             console.say(f"{curve.path}: {torn} lines could not be read and were left out; the training needs none")
         while counters.step < total and not stop.agreed:
@@ -184,12 +189,15 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
 
             # --- gradient of one optimizer step: this rank's share of its micro-batches
             sums, packed, short = zeros(full, backend.device), 0, False
-            for j in range(backend.rank, settings.accumulation, backend.world):
+            numbers = range((step - 1) * settings.accumulation, step * settings.accumulation)
+            mine = [g for g in numbers if g % backend.world == backend.rank]
+            slots = math.ceil(settings.accumulation / backend.world)  # as many on all ranks: they exchange in each
+            for slot in range(slots):
                 # alone, finishing the micro-batch at hand is enough; ranks stop together, after the exchange below
                 if stop.requested and backend.world == 1:
                     stop.agreed = True
                     break
-                item = next(stream, None)
+                item = next(stream, None) if slot < len(mine) else nothing(head)
                 if item is None:  # told to stop while waiting for features
                     short = True
                     if backend.world == 1:
@@ -199,10 +207,9 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
                 batch, features = item
                 console.cost_of(partial(head.flops, batch))
                 micro = batch.to(backend.device), features.to(backend.device)
-                seed = micro_seed(settings.seed, (step - 1) * settings.accumulation + j)
-                exchange = j + backend.world >= settings.accumulation
-                sums = sums + backend.backward(micro, teacher, depth, seed, exchange)
-                packed += len(batch)
+                seed = micro_seed(settings.seed, mine[slot] if slot < len(mine) else numbers.stop)
+                sums = sums + backend.backward(micro, teacher, depth, seed, slot == slots - 1)
+                packed += len(batch) if slot < len(mine) else 0
             if stop.agreed:
                 break  # the part of a gradient that is there is dropped; the resumed run makes it again
 
@@ -291,13 +298,21 @@ def summary(numbers: dict[str, Any]) -> str:
     return f"loss {numbers['loss']:.3f} simulated tau {numbers['tau']:.3f} alpha {alpha}"
 
 
-def check_accumulation(settings: TrainSection, ranks: int) -> None:
-    """Raises RecipeError where the micro-batches of a step do not divide over the ranks."""
-    if settings.accumulation % ranks:
+def check_accumulation(recipe: Recipe, ranks: int, resumes: bool) -> None:
+    """Raises RecipeError where the micro-batches of a step do not divide over the ranks. A run that goes on keeps its
+    accumulation, so it may have ranks left over; not where ranks run a split target together, as often each."""
+    count = recipe.train.accumulation
+    if count % ranks == 0 or (resumes and recipe.target.shard == "none"):
+        return
+    if resumes:
+        fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         raise RecipeError(
-            f"train.accumulation: {settings.accumulation} micro-batches do not divide over {ranks} ranks; use a "
-            f"multiple of {ranks}"
+            f"train.accumulation: {count} micro-batches do not divide over {ranks} ranks, as they must where target."
+            f"shard={recipe.target.shard}; this run can go on with {fitting} ranks"
         )
+    raise RecipeError(
+        f"train.accumulation: {count} micro-batches do not divide over {ranks} ranks; use a multiple of {ranks}"
+    )
 
 
 def total_steps(settings: TrainSection, micro_batches: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from dataclasses import dataclass
@@ -159,7 +160,7 @@ def train_toy(rank: int, out: str, name: str, settings: dict, stop: int | None) 
     data[3].ids[-1] = 1  # no other row has it
     setup = toyhead.setup(recipe, backend, data=data)
     began = max((int(p.name[5:]) for p in Path(out).glob("checkpoints/step-*")), default=0)
-    good, calls, each = setup.head.loss, [], settings["accumulation"] // backend.world
+    good, calls, each = setup.head.loss, [], math.ceil(settings["accumulation"] / backend.world)
 
     def loss(*args):
         if rank == 0 and stop and setup.head.training:

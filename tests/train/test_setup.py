@@ -23,6 +23,7 @@ from headtrain.heads.io import load_head, read_tensors
 from headtrain.metadata import Metadata
 from headtrain.target import edges
 from headtrain.target.load import load_target
+from headtrain.target.shape import TargetError
 from headtrain.train import __main__ as command
 from headtrain.train import setup as preparing
 from headtrain.train.backend import Backend, resolve_precision
@@ -181,6 +182,9 @@ def test_an_accumulation_that_ranks_cannot_share_is_refused_before_anything_is_l
     monkeypatch.setattr(backend, "world", 2)
     recipe.train.accumulation, recipe.target.path = 3, "nowhere"
     with pytest.raises(RecipeError, match="3 micro-batches do not divide over 2 ranks"):
+        prepare_run(recipe, backend, quiet(), OneOfTwo())
+    (recipe.output_dir / "checkpoints/step-000002").mkdir(parents=True)  # a run that goes on may
+    with pytest.raises(TargetError, match="nowhere"):
         prepare_run(recipe, backend, quiet(), OneOfTwo())
 
 

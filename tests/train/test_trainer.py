@@ -11,7 +11,7 @@ from headtrain.config import RecipeError, Stage
 from headtrain.heads.io import read_tensors
 from headtrain.train import checkpoint, trainer
 from headtrain.train.backend import Backend
-from headtrain.train.trainer import depth_at, micro_seed, total_steps, train
+from headtrain.train.trainer import check_accumulation, depth_at, micro_seed, total_steps, train
 from headtrain.types import LossSums, Row
 
 
@@ -217,13 +217,15 @@ def test_fresh_keeps_the_old_run_aside(tmp_path, backend):
         assert {p.name for p in tmp_path.glob("previous-*")} == kept
 
 
-def test_indivisible_accumulation(tmp_path, backend):
-    class Three:
-        world, rank, main = 3, 0, True
-
-    recipe = toyhead.recipe(tmp_path)
-    with pytest.raises(RecipeError, match="do not divide over 3 ranks"):
-        train(recipe, toyhead.setup(recipe, backend), Three())
+def test_indivisible_accumulation(tmp_path):
+    recipe = toyhead.recipe(tmp_path, accumulation=4)
+    with pytest.raises(RecipeError, match="4 micro-batches do not divide over 3 ranks; use a multiple of 3"):
+        check_accumulation(recipe, 3, resumes=False)
+    check_accumulation(recipe, 3, resumes=True)  # ``test_backends`` has such runs
+    check_accumulation(recipe, 2, resumes=False)
+    recipe.target.shard = "tp"
+    with pytest.raises(RecipeError, match="can go on with 1, 2, 4 ranks"):
+        check_accumulation(recipe, 3, resumes=True)
 
 
 def test_steps_from_epochs():
