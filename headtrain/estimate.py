@@ -13,6 +13,7 @@ from .capture import Rows, plan_rows
 from .config import Recipe, check_depths
 from .data.manifest import human
 from .data.quantize import bytes_per_token
+from .data.sources import files_below
 from .heads.base import DraftHead
 from .heads.catalog import build_head, head_class, parse_head
 from .losses import chunk_values
@@ -263,7 +264,7 @@ def _data(recipe: Recipe) -> tuple[int, int, int, dict[str, dict[str, int]] | No
 def _files(spec: str) -> list[Path]:
     path = Path(spec)
     if path.is_dir():
-        return sorted(p for p in path.rglob("*") if p.suffix in (".json", ".jsonl", ".parquet"))
+        return files_below(path, (".json", ".jsonl", ".parquet"))
     if path.is_file():
         return [path]
     return sorted(Path().glob(spec)) if not path.is_absolute() else sorted(Path("/").glob(spec.lstrip("/")))

@@ -10,6 +10,7 @@ import difflib
 import glob
 import gzip
 import json
+import os
 import re
 import zlib
 from collections import Counter
@@ -147,12 +148,13 @@ def _expand(spec: str) -> list[tuple[str, Path | None]]:
             raise DataError(f"{spec}: unknown kind of file; expected one of {', '.join(SUFFIXES)}")
         return [(spec, path)]
     if path.is_dir():
-        inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
+        inside = files_below(path)
         if not inside:
             raise DataError(f"the folder {spec} holds no file with one of {', '.join(SUFFIXES)}")
         return [(str(p), p) for p in inside]
     if glob.has_magic(spec):
-        matches = sorted(p for p in glob.glob(spec, recursive=True) if Path(p).is_file() and p.endswith(SUFFIXES))
+        _require_readable(spec)
+        matches = [p for p in sorted(glob.glob(spec, recursive=True)) if p.endswith(SUFFIXES) and _is_file(Path(p))]
         if not matches:
             raise DataError(f"the pattern {spec} matches no file with one of {', '.join(SUFFIXES)}")
         return [(p, Path(p)) for p in matches]
@@ -163,6 +165,48 @@ def _expand(spec: str) -> list[tuple[str, Path | None]]:
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
     hint = f"; did you mean {folder / near[0]}?" if near else f"; the folder {folder} has {len(names)} other entries"
     raise DataError(f"no file {spec}{hint}")
+
+
+def files_below(folder: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
+    """In all its subfolders. Raises DataError for one that cannot be read: pathlib's and glob's own searches pass over
+    it, and a training would lack its rows without a word."""
+    walk = os.walk(folder, onerror=_unreadable)
+    return sorted(
+        Path(at) / name
+        for at, _, names in walk
+        for name in names
+        if name.endswith(suffixes) and _is_file(Path(at) / name)
+    )
+
+
+def _require_readable(pattern: str) -> None:
+    """Raises DataError for a folder that ``pattern`` would have to look into and that cannot be read."""
+    parts = Path(pattern).parts
+    first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    for count in range(first, len(parts)):
+        above = str(Path(*parts[:count]))
+        for folder in glob.glob(above, recursive=True) if glob.has_magic(above) else [above]:
+            if parts[count] == "**":
+                for _ in os.walk(folder, onerror=_unreadable):
+                    pass
+            elif Path(folder).is_dir():
+                try:
+                    os.scandir(folder).close()
+                except OSError as error:
+                    _unreadable(error)
+
+
+def _unreadable(error: OSError) -> None:
+    raise DataError(
+        f"the folder {error.filename} cannot be read ({error.strerror}), and the data may lie in it: grant access to "
+        "it, or name the files that are meant"
+    ) from None
+
+
+def _is_file(path: Path) -> bool:
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"{path} is a link to {os.readlink(path)}, which is not there: repair or remove it")
+    return path.is_file()
 
 
 def _items(name: str, path: Path | None, stream: bool) -> Iterator[Damage | tuple[str, Any]]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,6 +135,34 @@ def test_what_is_missing_or_empty_is_named(tmp_path):
         read_conversations(["hub:"], bad_lines="stop")
     with pytest.raises(DataError, match="split 'nosplit', cannot be loaded"):
         read_conversations([f"hub:{tmp_path / 'void'}:nosplit"], bad_lines="stop")
+
+
+@pytest.mark.parametrize("spec", ["", "/**/*.jsonl", "/*/*/*.jsonl", "/*/locked/*.jsonl", "/part/lock*/b.jsonl"])
+def test_a_folder_that_cannot_be_read_stops(tmp_path, monkeypatch, spec):
+    """Its rows would be missing from the training, and nobody would know. (Root reads any folder, hence the patch.)"""
+    locked = tmp_path / "part" / "locked"
+    locked.mkdir(parents=True)
+    jsonl(tmp_path / "part" / "a.jsonl", row(1)), jsonl(locked / "b.jsonl", row(2))
+    read_conversations([f"{tmp_path}{spec}"])
+    scandir = os.scandir
+
+    def refused(path="."):
+        if Path(path) == locked:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(DataError, match="locked cannot be read .Permission denied.*grant access"):
+        read_conversations([f"{tmp_path}{spec}"])
+    assert len(read_conversations([f"{tmp_path}/part/*.jsonl"])[0]) == 1  # nothing to look for in there
+
+
+@pytest.mark.parametrize("spec", ["", "/*.jsonl"])
+def test_a_link_to_nothing_stops(tmp_path, spec):
+    jsonl(tmp_path / "a.jsonl", row(1))
+    (tmp_path / "b.jsonl").symlink_to("moved-away.jsonl")
+    with pytest.raises(DataError, match="b.jsonl is a link to moved-away.jsonl, which is not there"):
+        read_conversations([f"{tmp_path}{spec}"])
 
 
 # --- damage --------------------------------------------------------------------------------------------------------
