@@ -79,7 +79,7 @@ class Sharding:
                 "pip install -U transformers"
             )
         if not issubclass(model_class, transformers.PreTrainedModel):  # an Auto class
-            found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+            found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
             if found is None:
                 raise TargetError(
                     f"target.shard: {type(config).__name__} is not one of transformers' own families, whose loading "

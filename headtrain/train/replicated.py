@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +39,10 @@ class HeadLoss(nn.Module):
         shallow stage of the depth schedule gives none to some, so each is made to have one (zero)."""
         with self.autocast(), parametrize.cached():  # a weight that is computed (LoRA) is computed once
             sums = self.head.loss(batch, features, teacher, depth)
-        if not exchange:
-            return sums.total, sums.detached()
-        nothing = sum(p.reshape(-1)[0] for p in self.head.parameters() if p.requires_grad) * 0.0
-        return sums.total + nothing, replace(sums, total=sums.total + nothing).detached()
+        total = sums.total
+        if exchange:
+            total = total + sum(p.reshape(-1)[0] for p in self.head.parameters() if p.requires_grad) * 0.0
+        return total, sums.detached()
 
 
 class Replicated:

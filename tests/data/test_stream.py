@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import tiny
@@ -16,10 +18,12 @@ from headtrain.data.loader import Loader
 from headtrain.data.manifest import StoreError
 from headtrain.data.meter import Meter
 from headtrain.data.order import Windows
+from headtrain.data.produce import capture_shard
 from headtrain.data.storage import Local
 from headtrain.data.store import FeatureStore, StoreWriter
-from headtrain.data.stream import FeatureStream, check_budget, produce, shard_sizes
+from headtrain.data.stream import FeatureStream, _position, check_budget, produce, shard_sizes
 from headtrain.data.workers import Worker, Workers
+from headtrain.types import Row
 
 ROWS = tiny.rows((24, 9, 33, 12, 40, 7, 21, 30, 25, 14, 28, 35, 11, 22))
 PLAN = manifest(ROWS, 40)
@@ -44,7 +48,9 @@ def loader(source, **more):
     return Loader(source, 80, SEED, windows=WINDOWS, **more)
 
 
-def run_capture(place, target, out=None, budget=BUDGET, wait=30.0, timeout=60.0, windows=WINDOWS, seed=SEED):
+def run_capture(
+    place, target, out=None, budget=BUDGET, wait=30.0, timeout=60.0, windows=WINDOWS, seed=SEED, meter=None
+):
     """``capture.stream`` without a recipe."""
     binding = dict(order=windows.name(seed), keep=budget) if budget < sum(SIZES) else {}
     with Workers(Local(place), "capture", out or console(), timeout, **binding) as me:
@@ -55,7 +61,7 @@ def run_capture(place, target, out=None, budget=BUDGET, wait=30.0, timeout=60.0,
             ROWS,
             target,
             wants_of(PLAN),
-            Meter(console(), PLAN.tokens),
+            meter or Meter(console(), PLAN.tokens),
             batch_tokens=1,  # rows alone, as ``write`` captures them
             sizes=SIZES,
             windows=windows,
@@ -411,3 +417,155 @@ def test_rank_0_says_who_died_though_it_waits_for_nobody(place, target):
     dead.tell()
     until(lambda: "died: it was killed" in outs[0].file.getvalue(), 20)
     assert "died" not in outs[1].file.getvalue()
+
+
+def test_what_was_read_is_unmapped(place, target):
+    """Of a mapped file that is deleted, the disk is freed only then."""
+    write(place, ROWS, target, PLAN)
+    reading = loader(stream(place))
+    size, last = reading.micro_batches_per_epoch, WINDOWS.order(SEED, 0)[-2:]
+    reading.source.open(0, WINDOWS.name(SEED))
+    for number in range(size):
+        reading.at(number)
+    reading.source.close(finished=False)
+    mapped = {
+        line.rpartition("/")[2] for line in Path("/proc/self/maps").read_text().splitlines() if str(place) in line
+    }
+    assert 0 < len(mapped) <= 2 and mapped <= {f"shard-{number:05d}.safetensors" for number in last}
+
+
+def test_a_shard_that_is_deleted_this_moment_is_waited_for(place, target):
+    """By a capture that had not seen where this training is."""
+    write(place, ROWS, target, PLAN)
+    reading = loader(stream(place))
+    expected = reading.at(0)[1]
+    number = next(n for n in WINDOWS.order(SEED, 0) if PLAN.shards[n] <= reading.rows_of(0)[1][0] < PLAN.shards[n + 1])
+    record, store = place / f"shard-{number:05d}.json", reading.source._store
+    kept, read = record.read_bytes(), store.batch
+
+    def batch(indices):
+        store.batch = read
+        record.unlink()
+        threading.Timer(0.3, record.write_bytes, [kept]).start()
+        raise StoreError("no such shard")
+
+    store.batch = batch
+    reading.source.open(0, WINDOWS.name(SEED))
+    assert_same_features(reading.at(0)[1], expected)
+    reading.source.close(finished=False)
+
+
+def test_a_capture_that_starts_first_begins_where_training_was_and_waits_for_it(place, target):
+    """Not at the start, and it does not take a training that has finished before for the one that is to come."""
+    with Workers(Local(place), "training", console(), 60.0) as past:
+        past.tell(finished=True)
+    visit = WINDOWS.shards + 3
+    (place / "position.txt").write_text(str(visit))
+    with pytest.raises(StoreError, match="no training has been reading for 1 s"):
+        run_capture(place, target, wait=1.0)
+    wanted = WINDOWS.wanted(visit, SEED, SIZES, BUDGET)
+    assert {path.name for path in place.glob("shard-*.json")} == {f"shard-{n:05d}.json" for n in wanted}
+    assert set(wanted) != set(WINDOWS.wanted(0, SEED, SIZES, BUDGET))
+
+
+def test_tokens_are_counted_as_this_process_s_or_others(place, target):
+    """What was there before is neither."""
+    write(place, ROWS, target, PLAN, stop_after=2)
+    meter, features = Meter(console(), PLAN.tokens), target.features
+    with Workers(Local(place), "capture", console(), 60.0) as other:
+
+        def meanwhile(*args):
+            target.features = features
+            assert other.take([7]) == 7
+            writer = StoreWriter(other.storage, PLAN, other)
+            count = Meter(console(), PLAN.tokens)
+            assert capture_shard(writer, other, 7, ROWS, target, wants_of(PLAN), 1, count)
+            return features(*args)
+
+        target.features = meanwhile
+        try:
+            run_capture(place, target, budget=math.inf, meter=meter)
+        finally:
+            target.features = features
+    tokens = [sum(len(row) for row in ROWS[a:b]) for a, b in itertools.pairwise(PLAN.shards)]
+    assert meter.others == tokens[7] and meter.mine == PLAN.tokens - sum(tokens[:2]) - tokens[7]
+
+
+# ---- capture and what others leave
+
+
+def unwanted(count: int) -> list[int]:
+    """Shards that a stream from the start does not need soon."""
+    wanted = WINDOWS.wanted(0, SEED, SIZES, BUDGET)
+    return [n for n in range(WINDOWS.shards) if n not in wanted][:count]
+
+
+def stored(place) -> set[str]:
+    return {path.name for path in place.glob("shard-*.json")}
+
+
+def test_what_a_dead_capture_left_of_a_shard_that_is_not_needed_is_deleted(place, target):
+    """It would take room of the budget for as long as nobody needs it."""
+    (number,) = unwanted(1)
+    place.mkdir()
+    (place / f"claim-{number:05d}-1.json").write_text("gone")
+    (place / f"shard-{number:05d}.safetensors").write_text("without its record")
+    with pytest.raises(StoreError, match="no training"):
+        run_capture(place, target, wait=0.5)
+    assert not list(place.glob("claim-*"))
+    assert {path.stem for path in place.glob("shard-*.safetensors")} == {name[:-5] for name in stored(place)}
+
+
+def test_what_others_capture_counts_until_they_are_done(place, target):
+    """A shard that does not fit beside theirs is given back, and taken when it does."""
+    with Workers(Local(place), "capture", console(), 60.0, order=WINDOWS.name(SEED), keep=BUDGET) as other:
+        theirs = unwanted(2)
+        assert [other.take([n]) for n in theirs] == theirs
+        timer = threading.Timer(0.7, lambda: [other.release(n) for n in theirs])
+        timer.start()
+        with pytest.raises(StoreError, match="no training"):
+            run_capture(place, target, wait=2.0)
+        timer.join()
+    assert stored(place) == {f"shard-{n:05d}.json" for n in WINDOWS.wanted(0, SEED, SIZES, BUDGET)}
+
+
+def test_capture_waits_for_training_from_its_last_shard_on(place, target):
+    times, features = [], target.features
+
+    def slow(*args):
+        time.sleep(0.3)
+        times.append(time.monotonic())
+        return features(*args)
+
+    target.features = slow
+    try:
+        with pytest.raises(StoreError, match="no training"):
+            run_capture(place, target, wait=1.0)
+    finally:
+        target.features = features
+    assert times[-1] - times[0] > 1.0 and time.monotonic() - times[-1] > 1.0
+
+
+def test_capture_waits_for_training_from_its_last_sign_on(place, target):
+    process = capturing(place, target, wait=2.0)
+    reading = stream(place)
+    reading.open(0, WINDOWS.name(SEED))
+    time.sleep(4)
+    reading.close(finished=False)
+    time.sleep(1)
+    assert process.exitcode is None
+    process.join(30)
+    assert process.exitcode == 1
+
+
+def test_names_count_in_a_shard_s_size():
+    long = [Row(row.ids, row.turn, source="x" * 5000, route=row.route) for row in ROWS]
+    more = [b - a for a, b in zip(SIZES, shard_sizes(PLAN, long), strict=True)]
+    counts = [b - a for a, b in itertools.pairwise(PLAN.shards)]
+    assert all(extra > 4900 * count for extra, count in zip(more, counts, strict=True))
+
+
+def test_a_position_that_a_dying_machine_left_is_the_start(place):
+    place.mkdir()
+    (place / "position.txt").write_bytes(b"")
+    assert _position(Local(place)) == 0

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from headtrain.config import Recipe, RecipeError, TargetSection
+from headtrain.data.loader import Loader
 from headtrain.heads.io import read_tensors
 from headtrain.target import sharded
 from headtrain.target.load import load_target
@@ -23,6 +24,7 @@ from headtrain.train.groups import GroupLoader
 from headtrain.train.setup import prepare_run
 from headtrain.train.trainer import train
 from headtrain.train.watch import Watch
+from headtrain.types import Row
 
 WORDS = ["quick", "brown", "fox", "lazy", "dog", "target", "model", "reads", "hidden", "state", "draft", "head"]
 
@@ -225,3 +227,62 @@ def test_what_a_split_target_is_not_for(tmp_path, features, training, message):
             head={"kind": "eagle3"},
             train=training,
         )
+
+
+# -- which micro-batches and ranks --------------------------------------------------------------------------------
+
+
+class Rows:
+    """A source whose features are the rows' indices."""
+
+    lengths = [10] * 24
+
+    def batch(self, indices):
+        return tuple(indices), None
+
+
+@pytest.mark.parametrize("kind", ["tp", "fsdp"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_group_reads_from_any_start_what_a_loader_reads(kind, rank):
+    class Target:
+        def forwards(self, batch):
+            return 1
+
+        def features(self, batch, wants):
+            forwarded.append(len(batch))
+
+    loader = Loader(Rows(), 10, rank=rank, ranks=2)
+    group = Sharding(kind, range(2), 1, torch.device("cpu"), None)
+    rows = [Row([0] * 10, [0] * 10)] * 24
+    for start, stop in ((0, 6), (3, 6), (3, 7), (4, 4), (5, 30)):
+        forwarded: list[int] = []
+        own = list(loader.batches(start, stop))
+        assert list(GroupLoader(loader, Target(), group, rows).batches(start, stop)) == own
+        # tp: the other's micro-batches; fsdp: one token wherever the other has one more
+        others = stop - start - len(own)
+        alone = start % 2 * (rank == 0) + stop % 2 * (rank == 1)
+        assert forwarded == ([10] * others if kind == "tp" else [1] * alone)
+
+
+def test_a_group_is_a_node_unless_it_is_said(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        sharded, "init_device_mesh", lambda kind, shape, mesh_dim_names: made.append(shape) or {"tp": 0}
+    )
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    found = Sharding.of("tp", None, torch.device("cpu"))
+    assert made == [(2, 2)] and (found.members, found.copies, found.size) == (range(2, 4), 2, 2)
+
+
+def test_a_family_that_transformers_does_not_have_is_refused():
+    from transformers import AutoModelForCausalLM, PretrainedConfig
+
+    class Own(PretrainedConfig):
+        model_type = "own"
+
+    group = Sharding("fsdp", range(2), 1, torch.device("cpu"), None)
+    made, _ = group.loader(AutoModelForCausalLM, tiny.config())
+    assert issubclass(made, tiny.LlamaForCausalLM)
+    with pytest.raises(TargetError, match="Own is not one of transformers' own families.*use target.shard=none"):
+        group.loader(AutoModelForCausalLM, Own())

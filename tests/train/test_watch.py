@@ -174,3 +174,26 @@ def test_of_two_ends_the_first_counts_and_a_launcher_that_starts_again_begins_an
     assert one.put_down(first) == other.put_down(second) == one.end() == other.end() == first
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert Board(1, 2, 10.0).end() is None
+
+
+def test_only_signals_that_are_listened_for_stop_a_run(tmp_path):
+    """Python reports each one that it has a handler for, also those that wake the main thread."""
+    assert started(hear, tmp_path) == [0, 0]
+
+
+def hear(rank: int) -> None:
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    with watched() as run:
+        run.listen({signal.SIGUSR1})
+        if rank == 1:
+            os.kill(os.getpid(), watch.WAKE)
+        time.sleep(1)
+        assert not run.told
+        run.share("nothing was heard")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        end = time.monotonic() + 20
+        while not run.told:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        run.listen(set())
