@@ -105,6 +105,8 @@ def main(
 def run(recipe: Recipe, watch: Watch, console: Console, fresh: bool) -> TrainResult:
     backend = Backend(recipe.train.precision, recipe.train.trackers, recipe.output_dir, watch.timeout)
     console.quiet = not backend.main
+    if backend.idle_gpus:
+        console.print(f"warning: {backend.idle_gpus}", style="yellow", markup=False)
     with run_lock(recipe.output_dir, console) if keeps(recipe.output_dir, watch) else nullcontext():
         return train(recipe, prepare_run(recipe, backend, console, watch), backend, fresh, watch)
 

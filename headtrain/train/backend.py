@@ -20,7 +20,7 @@ from ..heads.base import DraftHead
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums
 from .joint import Joint
-from .launched import hidden, strategy
+from .launched import hidden, idle_gpus, strategy
 from .optim import HeadOptimizer
 from .replicated import HeadLoss
 
@@ -77,6 +77,7 @@ class Backend:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
         self.main = self.accelerator.is_main_process
+        self.idle_gpus = idle_gpus(torch.accelerator.device_count()) if self.device.type != "cpu" else None
 
     def prepare(self, head: DraftHead | Joint) -> None:
         """Wrap what is trained, and nothing else."""

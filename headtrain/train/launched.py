@@ -22,6 +22,7 @@ from .zero import Zero
 
 _EACH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # accelerate reads them
+ASKED = "HEADTRAIN_WORLD"  # ranks of the whole run, as scripts/launch asked for them
 FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 
 
@@ -29,6 +30,7 @@ def check_ranks() -> None:
     """Whether all is set that a process of several needs to know. Raises RecipeError: with some of it missing, parts of
     torch and accelerate would take it for one process and others for a rank, and wait for each other."""
     env = os.environ
+    _check_world(env.get(ASKED), env.get("WORLD_SIZE") or "1")
     several = [name for name in ("RANK", "LOCAL_RANK") if name in env]
     several += [name for name in ("WORLD_SIZE", *_MPI_SIZES) if env.get(name, "1") != "1"]
     if not several or (several == ["RANK"] and (env["RANK"], env.get("WORLD_SIZE")) == ("0", "1")):
@@ -37,8 +39,8 @@ def check_ranks() -> None:
         found = ", ".join(f"{name}={env[name]}" for name in several)
         raise RecipeError(
             f"{found} is set, and {', '.join(missing)} not: each of several processes needs {', '.join(_EACH)}. "
-            "`accelerate launch --config_file recipes/backend/ddp.yaml -m headtrain.train` and `torchrun -m "
-            f"headtrain.train` set them, see scripts/launch/README.md; for one process unset {', '.join(several)}"
+            "`accelerate launch --config_file recipes/backend/ddp.yaml --num_processes N -m headtrain.train` and "
+            f"`torchrun -m headtrain.train` set them, see scripts/launch/README.md; for one process unset {', '.join(several)}"
         )
     numbers = {name: env[name] for name in _EACH if name != "MASTER_ADDR"}
     if bad := [f"{name}={value}" for name, value in numbers.items() if not value.isdecimal()]:
@@ -49,6 +51,31 @@ def check_ranks() -> None:
             f"RANK={rank}, LOCAL_RANK={local}, WORLD_SIZE={world}, MASTER_PORT={port}: expected ranks below WORLD_SIZE "
             "and a port from 1 to 65535"
         )
+
+
+def _check_world(asked: str | None, world: str) -> None:
+    """Whether the launcher did what the launch script asked of it: nodes that did not find each other would train the
+    same run several times over."""
+    if asked is None or asked == world:
+        return
+    raise RecipeError(
+        f"{ASKED}={asked}, but WORLD_SIZE={world}: the launch script asked for {asked} ranks (nodes x processes), and "
+        f"this process was started as one of {world}. See what the launcher printed above this: it did not connect the "
+        "nodes (a ZeRO config needs deepspeed_multinode_launcher: standard, as recipes/backend/zero2.yaml has it) or "
+        f"started another number of processes. Without a launch script unset {ASKED}"
+    )
+
+
+def idle_gpus(there: int) -> str | None:
+    """A line on GPUs that this process sees and no rank of its node uses, of ``there``."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    if there <= ranks:
+        return None
+    return (
+        f"{ranks} of this node's {there} GPUs {'is' if ranks == 1 else 'are'} used. For all: accelerate launch "
+        f"--config_file recipes/backend/ddp.yaml --num_processes {there} -m headtrain.train RECIPE. "
+        "CUDA_VISIBLE_DEVICES=0,... keeps out of sight what is not for this run"
+    )
 
 
 def strategy() -> Callable[[HeadLoss, int], Replicated]:

@@ -1,24 +1,31 @@
 #!/usr/bin/env bash
 # Any backend over nodes by accelerate. Run the same line on every node, with its own NODE_RANK (0, 1, ...):
 #
-#   scripts/launch/accelerate.sh BACKEND NODES NODE_RANK PROCESSES HEAD[:PORT] RECIPE [key=value ...]
+#   scripts/launch/accelerate.sh BACKEND NODES NODE_RANK PROCESSES HEAD[:PORT] [-m MODULE] RECIPE [key=value ...]
 #
 # BACKEND: a file of recipes/backend/. For example 2 nodes of 8 GPUs, of which the first is called node0:
 #
 #   node0$ scripts/launch/accelerate.sh recipes/backend/ddp.yaml 2 0 8 node0:29500 recipes/qwen3-8b-eagle3.yaml train.accumulation=16
 #   node1$ scripts/launch/accelerate.sh recipes/backend/ddp.yaml 2 1 8 node0:29500 recipes/qwen3-8b-eagle3.yaml train.accumulation=16
 #
+# MODULE: headtrain.train, or headtrain.capture, which captures on every process of every node.
 # train.accumulation is a multiple of NODES x PROCESSES. The output folder may be shared or each node's own: see
 # README.md beside this file. With several network interfaces set NCCL_SOCKET_IFNAME (CPU: GLOO_SOCKET_IFNAME).
 set -euo pipefail
 if [ $# -lt 6 ]; then
-    sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 backend=$1 nodes=$2 node_rank=$3 processes=$4 head=$5
 shift 5
+module=headtrain.train
+if [ "$1" = -m ]; then
+    module=${2:?-m: expected a module, as headtrain.capture}
+    shift 2
+fi
+export HEADTRAIN_WORLD=$((nodes * processes)) # ranks that find themselves in another number refuse to train
 port=29500
 case $head in *:*) port=${head##*:} ;; esac
 exec "$(dirname "$0")/run.sh" accelerate launch --config_file "$backend" --num_machines "$nodes" --machine_rank "$node_rank" \
-    --num_processes $((nodes * processes)) --main_process_ip "${head%%:*}" --main_process_port "$port" \
-    --max_restarts 0 -m headtrain.train "$@"
+    --num_processes "$HEADTRAIN_WORLD" --main_process_ip "${head%%:*}" --main_process_port "$port" \
+    --max_restarts 0 -m "$module" "$@"

@@ -17,6 +17,8 @@ import pytest
 import ranks
 import torch
 import toyhead
+import typer
+from test_backends import ZERO
 from test_hangs import stored
 
 from headtrain.heads.io import read_tensors
@@ -217,6 +219,70 @@ def test_the_scripts_call_the_launchers_as_they_are_meant_to(fakes):
     ]
 
 
+def test_the_scripts_capture_too(fakes):
+    """Any module; Slurm hands all arguments on."""
+    ends = " --max_restarts 0 -m headtrain.capture r.yaml features.mode=stream\n"
+    given = ("-m", "headtrain.capture", "r.yaml", "features.mode=stream")
+    done = launch("accelerate.sh", "b.yaml", "2", "1", "8", "node0", *given)
+    assert done.stdout.endswith(ends) and "--num_processes 16 " in done.stdout
+    done = launch("torchrun.sh", "2", "1", "8", "node0", *given)
+    assert done.stdout.endswith(ends.replace("_", "-"))
+    job = dict(SLURM_JOB_NODELIST="n[07-08]", SLURM_JOB_ID="123", SLURM_NNODES="2", SLURM_GPUS_ON_NODE="8")
+    assert launch("slurm.sbatch", *given, SLURM_SUBMIT_DIR=str(ROOT), **job).stdout.count(ends) == 2
+    assert "-m: expected a module" in launch("torchrun.sh", "2", "1", "8", "node0", "-m").stderr
+
+
+@pytest.mark.parametrize("script, before", [("accelerate.sh", ["b.yaml"]), ("torchrun.sh", [])])
+def test_ranks_are_told_how_many_the_script_asked_for(fakes, tmp_path, script, before):
+    for name in ("accelerate", "torchrun"):
+        (tmp_path / name).write_text('#!/usr/bin/env bash\necho "asked for $HEADTRAIN_WORLD"\n')
+    assert launch(script, *before, "3", "1", "8", "node0", "r.yaml").stdout == "asked for 24\n"
+
+
+def launch_nodes(network, backend: Path, tmp_path: Path) -> list[int]:
+    """The script on two nodes of one process, each with storage of its own (``tmp_path/0`` and ``/1``); real launchers,
+    which train the toy head. Logs: ``tmp_path/N.log``."""
+    port, started = ranks.free_port(), []
+    for node, (space, head, interface) in enumerate(network):
+        folder = tmp_path / str(node)
+        folder.mkdir()
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
+        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+        env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/train'}"
+        call = ["bash", str(LAUNCH / "accelerate.sh"), str(backend), "2", str(node), "1", f"{head}:{port}"]
+        with open(tmp_path / f"{node}.log", "w") as log:
+            started.append(
+                subprocess.Popen(
+                    [*call, "-m", "test_nodes"], cwd=folder, env=env, stdout=log, stderr=log,
+                    preexec_fn=lambda space=space: enter(space),
+                )
+            )  # fmt: skip
+    return [process.wait(timeout=300) for process in started]
+
+
+@ZERO
+@pytest.mark.parametrize("backend", ["zero2", "zero3"])
+def test_zero_over_two_nodes_is_one_training(network, whole, tmp_path, backend):
+    """And says nothing that is not for its user."""
+    codes = launch_nodes(network, ROOT / f"recipes/backend/{backend}.yaml", tmp_path)
+    assert codes == [0, 0], said(tmp_path)
+    assert not checkpoint.steps(tmp_path / "1/run/checkpoints")
+    losses = [line["loss"] for line in curve(tmp_path / "0/run")]
+    assert losses == pytest.approx([line["loss"] for line in curve(whole)], rel=1e-4)
+    assert "FutureWarning" not in said(tmp_path) and "untested optimizer" not in said(tmp_path)
+
+
+@ZERO
+def test_nodes_that_did_not_find_each_other_do_not_train(network, tmp_path):
+    """accelerate's default for DeepSpeed: pdsh, and without a hostfile every node by itself."""
+    backend = tmp_path / "zero2.yaml"
+    lines = (ROOT / "recipes/backend/zero2.yaml").read_text().splitlines(keepends=True)
+    backend.write_text("".join(line for line in lines if "multinode_launcher" not in line))
+    codes = launch_nodes(network, backend, tmp_path)
+    assert 0 not in codes and not list(tmp_path.glob("*/run")), said(tmp_path)
+    assert "HEADTRAIN_WORLD=2, but WORLD_SIZE=1" in (tmp_path / "0.log").read_text()
+
+
 def test_sigterm_to_a_script_goes_to_the_ranks_alone(fakes, tmp_path):
     """As torch's launcher does, the stand-in exits with 1 when it is told itself."""
     (tmp_path / "torchrun").write_text(
@@ -294,3 +360,10 @@ def receive(rank: int, folder: str) -> None:
         torch.distributed.init_process_group("gloo")
         nodes.spread(Path(folder) / f"node-{rank}", True, torch.device("cpu"), watch)
     torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":  # a rank of launch_nodes
+    try:
+        train_here(int(os.environ.get("RANK", 0)), None, {})
+    except typer.Exit as end:
+        sys.exit(end.exit_code)
