@@ -34,11 +34,12 @@ app = typer.Typer(
 The usual order:
 
 \b
+headtrain convert package:NAME DIR   a GGUF target as a folder (once; a Hub id or a folder needs no copy)
 headtrain inspect RECIPE          rows as the target sees them, supervised tokens marked
 headtrain train RECIPE --dry-run  the resolved recipe, and what it will cost
 headtrain capture RECIPE          store the target's hidden states (train does it too)
 headtrain train RECIPE            or, with several processes:
-    accelerate launch --config_file recipes/backend/X.yaml -m headtrain.train RECIPE
+    accelerate launch --config_file recipes/backend/X.yaml --num_processes N -m headtrain.train RECIPE
 headtrain eval RUN                acceptance by lossless decoding, against none and against other drafters
 headtrain advise RUN              which drafter and which k, for each route, from that evaluation
 headtrain export RUN --engine vllm --out DIR
@@ -126,7 +127,8 @@ def train(
     if gpus is None and (given := [name for name, value in paper.items() if value is not None]):
         raise RecipeError(
             f"{', '.join(given)}: says what --dry-run --gpus N counts for; give --gpus, or leave it out (to train with "
-            "a backend: accelerate launch --config_file recipes/backend/X.yaml -m headtrain.train RECIPE)"
+            "a backend: accelerate launch --config_file recipes/backend/X.yaml --num_processes N -m headtrain.train "
+            "RECIPE)"
         )
     if dry_run:
         from .estimate import plan_lines

@@ -40,7 +40,8 @@ def check_ranks() -> None:
         raise RecipeError(
             f"{found} is set, and {', '.join(missing)} not: each of several processes needs {', '.join(_EACH)}. "
             "`accelerate launch --config_file recipes/backend/ddp.yaml --num_processes N -m headtrain.train` and "
-            f"`torchrun -m headtrain.train` set them, see scripts/launch/README.md; for one process unset {', '.join(several)}"
+            f"`torchrun -m headtrain.train` set them, see scripts/launch/README.md; for one process unset "
+            f"{', '.join(several)}"
         )
     numbers = {name: env[name] for name in _EACH if name != "MASTER_ADDR"}
     if bad := [f"{name}={value}" for name, value in numbers.items() if not value.isdecimal()]:
