@@ -268,7 +268,10 @@ def target_on_ranks(recipe: Recipe, plan: Estimate, cluster: Cluster) -> TargetO
     shard, shape = recipe.target.shard, plan.shape
     group = 1 if shard == "none" else recipe.target.group or min(cluster.node, cluster.gpus)
     if cluster.gpus % group:
-        raise RecipeError(f"target.group: {group} ranks do not divide {cluster.gpus} GPUs")
+        raise RecipeError(
+            f"target.group: {cluster.gpus} GPUs cannot be split into groups of {group}, each of which holds one copy "
+            f"of the target; take a multiple of {group}, or set target.group to a number that divides {cluster.gpus}"
+        )
     if shard == "tp" and group > cluster.node:
         raise RecipeError(f"target.group: {group} ranks, but a node has {cluster.node}; use target.shard=fsdp")
     width = plan.target_bytes // recipe.target.expect.parameters
@@ -283,6 +286,10 @@ def scale(recipe: Recipe, cluster: Cluster, backend: str = "ddp") -> Scale:
     multiple of the GPUs (see ``Scale``). Raises what ``estimate`` raises, and RecipeError for what cannot be split."""
     if backend not in BACKENDS:
         raise RecipeError(f"backend {backend!r}: expected one of {', '.join(BACKENDS)}")
+    if backend.startswith("zero") and recipe.train.optimizer != "adamw":
+        raise RecipeError(
+            f"train.optimizer: {recipe.train.optimizer} does not go with ZeRO; use adamw, or fsdp2 or ddp"
+        )
     gpus, asked = cluster.gpus, recipe.train.accumulation
     micro = math.ceil(asked / gpus)
     recipe = recipe.model_copy(deep=True)

@@ -376,7 +376,7 @@ def test_a_split_recipe():
     ("overrides", "make", "message"),
     [
         (["target.shard=tp", "target.group=16"], lambda: Cluster.of(64), "a node has 8; use target.shard=fsdp"),
-        (["target.shard=fsdp", "target.group=5"], lambda: Cluster.of(64), "5 ranks do not divide 64 GPUs"),
+        (["target.shard=fsdp", "target.group=5"], lambda: Cluster.of(64), "64 GPUs cannot be split into groups of 5,"),
         (["target.expect.parameters=null"], lambda: Cluster.of(8), "target.expect.parameters: needed"),
         ([], lambda: Cluster.of(0), "gpus 0; expected more than 0"),
         ([], lambda: Cluster.of(8, busy=1.5), "busy 1.5; expected a share"),
@@ -388,3 +388,10 @@ def test_what_cannot_be_is_refused(overrides, make, message):
         scale(recipe("llama-3.1-8b-eagle3", *overrides), make())
     with pytest.raises(RecipeError, match="backend 'zero4': expected one of ddp"):
         scale(recipe("llama-3.1-8b-eagle3"), Cluster.of(8), "zero4")
+
+
+def test_muon_is_planned_where_training_takes_it():
+    of = recipe("llama-3.1-8b-eagle3", "train.optimizer=muon")
+    scale(of, Cluster.of(8), "fsdp2")
+    with pytest.raises(RecipeError, match="muon does not go with ZeRO; use adamw"):
+        scale(of, Cluster.of(8), "zero1")

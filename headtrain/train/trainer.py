@@ -163,10 +163,11 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
         found.head.depth = max((s.depth for s in settings.depth_schedule), default=full)
         return found
 
-    stop, evaluation = StopSignal(watch), None
+    stop, evaluation, empty = StopSignal(watch), None, 0
     window = unflatten(torch.tensor(counters.window, dtype=torch.float64)) if counters.window else zeros(full)
     began, before = time.monotonic(), counters.seconds
-    first, end = counters.step * settings.accumulation, total * settings.accumulation
+    began_at = counters.step
+    first, end = began_at * settings.accumulation, total * settings.accumulation
     stream = setup.train.batches(first, end, halted=lambda: stop.requested or watch.told)
     depths = [depth_at(settings.depth_schedule, step, total, full) for step in range(1, total + 1)]
     with stop, closing(stream), TrainConsole(depths, counters.step, counters.packed, quiet=not backend.main) as console:
@@ -236,6 +237,9 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
                 console.say(f"step {step}: loss sum {float(sums.total):g}, gradient norm {norm:g}: update skipped")
                 if counters.bad_row >= settings.max_bad_steps:
                     raise TrainError(too_many_bad(counters, root))
+            empty = 0 if sums.count else empty + 1
+            if empty >= min(settings.max_bad_steps, total - began_at):
+                raise TrainError(nothing_supervised(empty, head))
             console.advance(step)
 
             # --- log, evaluate, save
@@ -338,7 +342,7 @@ def micro_seed(seed: int, index: int) -> int:
 
 def set_aside(run: Path) -> None:
     """Move an old run's checkpoints and curve into ``previous-N``; nothing that was trained is deleted."""
-    old = [p for p in (run / "metrics.jsonl", run / "checkpoints") if p.exists()]
+    old = [p for p in (run / "metrics.jsonl", run / "checkpoints", run / "recipe.yaml") if p.exists()]
     if old:
         aside = next(p for n in count(1) if not (p := run / f"previous-{n}").exists())
         aside.mkdir()
@@ -353,6 +357,18 @@ def too_many_bad(counters: Counters, root: Path) -> str:
         f"({counters.bad} of {counters.step} in all). Last good checkpoint: {kept[-1] if kept else 'none yet'}. "
         "A lower train.lr, a longer train.warmup or train.precision=fp32 is the usual cure; bad features show at the "
         "same steps again"
+    )
+
+
+def nothing_supervised(steps: int, head: DraftHead) -> str:
+    drafted = (
+        ""
+        if head.shape.vocab_size == (size := head.draft_vocab_size)
+        else (f", or the target chooses none of the {size:,} tokens of the draft vocabulary (head.draft_vocab_size)")
+    )
+    return (
+        f"{steps} steps in a row supervised no position, so nothing is learned: the rows' answers are too short for "
+        f"their loss mask to leave anything{drafted}. `headtrain inspect RECIPE` shows what is supervised"
     )
 
 

@@ -118,13 +118,14 @@ def test_a_parameter_without_gradient_is_left_alone(backend):
 
 
 def test_all_masked_batches(tmp_path, backend):
-    """Nothing to learn: finite, no step taken, no bad step, the head stays."""
+    """Nothing to learn: finite, no step taken, no bad step, the head stays, and the run says so."""
     rows = [Row(list(range(3, 23)), [0] * 20) for _ in range(6)]
     recipe = toyhead.recipe(tmp_path, steps=3)
     run = toyhead.setup(recipe, backend, held_out=False, data=rows)
     before = {n: p.detach().clone() for n, p in run.head.named_parameters()}
-    result = train(recipe, run, backend)
-    assert result.bad_steps == 0 and lines(tmp_path)[-1]["loss"] == 0.0
+    with pytest.raises(trainer.TrainError, match="3 steps in a row supervised no position"):
+        train(recipe, run, backend)
+    assert lines(tmp_path)[-1]["loss"] == 0.0 and lines(tmp_path)[-1]["bad_steps"] == 0
     assert all(torch.equal(before[n], p) for n, p in run.head.named_parameters())
 
 
@@ -215,6 +216,16 @@ def test_fresh_keeps_the_old_run_aside(tmp_path, backend):
     for kept in ({"previous-1", "previous-2"}, {"previous-1", "previous-2", "previous-3"}):
         train(recipe, toyhead.setup(recipe, backend), backend, fresh=True)
         assert {p.name for p in tmp_path.glob("previous-*")} == kept
+    assert {p.name for p in (tmp_path / "previous-1").iterdir()} == {"checkpoints", "metrics.jsonl", "recipe.yaml"}
+
+
+def test_a_run_that_supervises_nothing_stops(tmp_path, backend):
+    recipe = toyhead.recipe(tmp_path, steps=20)
+    rows = [Row(row.ids, [0] * len(row), source=row.source) for row in toyhead.rows()]
+    with pytest.raises(trainer.TrainError, match="10 steps in a row supervised no position"):
+        train(recipe, toyhead.setup(recipe, backend, data=rows), backend)
+    rows[0] = toyhead.rows()[0]  # it comes once in an epoch of fewer than ten steps
+    train(recipe, toyhead.setup(recipe, backend, data=rows), backend, fresh=True)
 
 
 def test_indivisible_accumulation(tmp_path):
