@@ -8,9 +8,10 @@ The head is EAGLE-3 in the shape of the quickstart's target (SmolLM2-135M); its 
 `headtrain capture` writes it. Every process takes one micro-batch of --tokens a step, through the trainer's own loader
 and backend: forward, backward, exchange, clipping, AdamW.
 
-Communication is what a step takes longer than that of as many processes that run at the same time and exchange
-nothing: what an exchange costs, what waiting for the slowest costs, less what is hidden behind the backward pass.
-Features: the time that the loader kept the step waiting.
+Rows: `one` process; `apart`, that is --processes at the same time that exchange nothing; and each backend.
+Communication (`comm.`): the share of a step that it takes longer than a step of `apart`: what an exchange costs, what
+waiting for the slowest costs, less what is hidden behind the backward pass. 0 at least: where noise makes a backend's
+step the faster one, 0 is printed. `features`: the share of time that the loader kept the step waiting.
 """
 
 from __future__ import annotations

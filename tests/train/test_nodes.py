@@ -19,8 +19,11 @@ import torch
 import toyhead
 import typer
 from test_backends import ZERO
+from test_capture_processes import write_recipe
 from test_hangs import stored
 
+from headtrain.config import load_recipe
+from headtrain.data.store import FeatureStore
 from headtrain.heads.io import read_tensors
 from headtrain.train import __main__ as command
 from headtrain.train import checkpoint, nodes
@@ -239,10 +242,10 @@ def test_ranks_are_told_how_many_the_script_asked_for(fakes, tmp_path, script, b
     assert launch(script, *before, "3", "1", "8", "node0", "r.yaml").stdout == "asked for 24\n"
 
 
-def launch_nodes(network, backend: Path, tmp_path: Path) -> list[int]:
-    """The script on two nodes of one process, each with storage of its own (``tmp_path/0`` and ``/1``); real launchers,
-    which train the toy head. Logs: ``tmp_path/N.log``."""
-    port, started = ranks.free_port(), []
+def launch_nodes(network, backend: Path, tmp_path: Path, *runs: str) -> list[int]:
+    """The script with real launchers on two nodes of one process, each with storage of its own, ``tmp_path/0`` and
+    ``/1``. runs: module and arguments; default: a training of the toy head. Logs: ``tmp_path/N.log``."""
+    port, started, (module, *arguments) = ranks.free_port(), [], runs or ("test_nodes", "recipe.yaml")
     for node, (space, head, interface) in enumerate(network):
         folder = tmp_path / str(node)
         folder.mkdir()
@@ -253,7 +256,7 @@ def launch_nodes(network, backend: Path, tmp_path: Path) -> list[int]:
         with open(tmp_path / f"{node}.log", "w") as log:
             started.append(
                 subprocess.Popen(
-                    [*call, "-m", "test_nodes"], cwd=folder, env=env, stdout=log, stderr=log,
+                    [*call, "-m", module, *arguments], cwd=folder, env=env, stdout=log, stderr=log,
                     preexec_fn=lambda space=space: enter(space),
                 )
             )  # fmt: skip
@@ -270,6 +273,15 @@ def test_zero_over_two_nodes_is_one_training(network, whole, tmp_path, backend):
     losses = [line["loss"] for line in curve(tmp_path / "0/run")]
     assert losses == pytest.approx([line["loss"] for line in curve(whole)], rel=1e-4)
     assert "FutureWarning" not in said(tmp_path) and "untested optimizer" not in said(tmp_path)
+
+
+def test_two_nodes_capture_into_one_store(network, tmp_path, tiny_folder):
+    write_recipe(tmp_path, tiny_folder, "shared")
+    backend = ROOT / "recipes/backend/ddp.yaml"
+    codes = launch_nodes(network, backend, tmp_path, "headtrain.capture", str(tmp_path / "shared.yaml"))
+    assert codes == [0, 0], said(tmp_path)
+    load = load_recipe(tmp_path / "shared.yaml")
+    assert len(FeatureStore(load.features_dir / "train")) and len(FeatureStore(load.features_dir / "eval"))
 
 
 @ZERO
