@@ -47,7 +47,7 @@ class Sharding:
         group = local if group is None else group
         if world % group:
             fits = [n for n in range(1, world + 1) if world % n == 0]
-            raise RecipeError(f"target.group: {group} ranks do not divide the run's {world}; use one of {fits}")
+            raise RecipeError(f"target.group: {world} ranks cannot be split into groups of {group}; use one of {fits}")
         if kind == "tp" and local % group:
             raise RecipeError(
                 f"target.group: {group} ranks, but a node has {local}: tensor parallelism exchanges activations in "

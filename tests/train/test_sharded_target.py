@@ -176,7 +176,7 @@ def test_two_groups_of_two(tmp_path):
 @pytest.mark.parametrize(
     "world, local, kind, group, message",
     [
-        (4, 4, "tp", 3, r"3 ranks do not divide the run's 4; use one of \[1, 2, 4\]"),
+        (4, 4, "tp", 3, r"4 ranks cannot be split into groups of 3; use one of \[1, 2, 4\]"),
         (4, 2, "tp", 4, "4 ranks, but a node has 2: .*target.shard=fsdp"),
     ],
 )
