@@ -85,11 +85,7 @@ class DataSection(Strict):
     bad_lines: Literal["stop", "skip"] = Field("stop", description="what to do with a malformed line or row")
     last_turn_only: bool = Field(False, description="supervise the last assistant turn alone")
     system: str | None = Field(None, description="system message put before conversations that have none")
-    limit: int | None = Field(
-        None,
-        ge=1,
-        description="use the first N conversations of `train`; those that `max_length` drops are among the N",
-    )
+    limit: int | None = Field(None, ge=1, description="use the first N conversations, those dropped later included")
     template_kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to the chat template")
     add_generation_prompt_answer: bool = Field(
         True, description="render the last answer as serving does: generation prompt + completion"

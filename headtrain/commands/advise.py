@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from ..config import RecipeError
 from . import serving
+from .common import out
 
 if TYPE_CHECKING:
     from ..evaluate.advise import Advice, RouteAdvice
@@ -81,7 +81,6 @@ def advise(
     if as_json:
         print(json.dumps(made.to_dict(), indent=2, allow_nan=False))
         return
-    out = Console(soft_wrap=True, highlight=False)
     out.print(table(made))
     for line in lines(made):
         out.print(line, markup=False)
@@ -112,14 +111,14 @@ def read_ratio(given: list[str], labels: list[str]) -> float | dict[str, float] 
 
 def table(made: Advice) -> Table:
     """A row for each route and temperature."""
-    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left", caption_style="dim")
-    out.caption = "speed-up: with its 95 % interval over prompts, without speculation that of the best measured; "
-    out.caption += "off: the batch from which it never pays"
+    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left", caption_style="dim")
+    grid.caption = "speed-up: with its 95 % interval over prompts, without speculation that of the best measured; "
+    grid.caption += "off: the batch from which it never pays"
     for name in ("route", "T", "use", "speed-up", "off", "ships in"):
-        out.add_column(name, overflow="fold")
+        grid.add_column(name, overflow="fold")
     for r in made.routes:
-        out.add_row(*cells(r))
-    return out
+        grid.add_row(*cells(r))
+    return grid
 
 
 def cells(r: RouteAdvice) -> list[str]:

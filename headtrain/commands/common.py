@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +17,15 @@ if TYPE_CHECKING:
     from ..metadata import Metadata, TargetIdentity
     from ..target.model import Target
 
-out = Console(soft_wrap=True, highlight=False)
+WIDE = 240  # columns of a file or a pipe, in which nothing needs to be cut; COLUMNS says otherwise, as in other tools
+
+
+def _console() -> Console:
+    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(soft_wrap=True, highlight=False, width=None if narrow else WIDE)
+
+
+out = _console()
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
 RunArgument = Annotated[Path, typer.Argument(help="a run (its best checkpoint), a checkpoint, or an export")]

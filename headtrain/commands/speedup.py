@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from ..config import RecipeError
 from . import serving
+from .common import out
 
 if TYPE_CHECKING:
     from ..evaluate.roofline import Setup
@@ -148,7 +148,6 @@ def speedup(
     if as_json:
         print(json.dumps(made.to_dict(), indent=2, allow_nan=False))
         return
-    out = Console(soft_wrap=True, highlight=False)
     for table in made.tables():
         out.print(table)
     for line in [*made.lines(), *made.notes, *([str(to)] if to else [])]:

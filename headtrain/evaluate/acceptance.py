@@ -268,9 +268,13 @@ def first_difference(plain: Generation, speculative: Generation) -> Difference |
 
 
 def describe_target(target: Target) -> dict[str, Any]:
-    identity = target.identity
+    """folder: of a converted target, whose name is what it was converted from."""
+    from ..target.load import SOURCE_FILE
+
+    identity, folder = target.identity, target.folder
     return {
         "name": identity.name,
+        "folder": str(folder) if folder is not None and (folder / SOURCE_FILE).is_file() else None,
         "revision": identity.revision,
         "dtype": identity.dtype,
         "weights": identity.weights,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from rich import box
 from rich.markup import escape as plain
@@ -58,7 +59,7 @@ def route_table(case: Evaluation) -> Table:
     """A row for each route and one for all; 80 columns wide for a chain of 5. Print it with a rich Console."""
     k = case.settings["k"]
     out = _table("\n".join(caption(case)))
-    out.add_column("route", no_wrap=True, max_width=13)
+    out.add_column("route", overflow="fold")
     for name in ("n", "tau ±", *[f"α{j}" for j in range(1, min(k, SHOWN) + 1)], "plain", "spec", "speed", "equal"):
         out.add_column(name, justify="right", no_wrap=True)
     for s in case.summaries():
@@ -72,7 +73,7 @@ def case_table(sweep: Sweep) -> Table:
     """A row for each case, all routes together."""
     timed = next((case for case in sweep.cases if case.timed), None)
     lines = [
-        f"{sweep.target['name']} ({sweep.target['dtype']}), {len(sweep.cases[0].results)} prompts; "
+        f"{target_name(sweep.target)}, {len(sweep.cases[0].results)} prompts; "
         "tau: tokens for each target forward, the target's own included, ± 95 % over prompts",
         "nodes: drafted tokens a round; draft, verify: milliseconds of a round; spec: tokens/s with drafts",
     ]
@@ -110,7 +111,7 @@ def matrix(sweep: Sweep) -> Table:
     out = _table("tau by route")
     out.add_column("drafter", overflow="fold")
     for route in routes:
-        out.add_column(plain(route), justify="right", no_wrap=True, max_width=9)
+        out.add_column(plain(route), justify="right", overflow="fold", min_width=4)
     for case in sweep.cases:
         out.add_row(plain(title(case)), *(_number(case.summary(route).tau, ".2f") for route in routes))
     return out
@@ -126,6 +127,12 @@ def title(case: Evaluation) -> str:
 def drafter_name(case: Evaluation) -> str:
     """Of the drafter, unlike that of any other beside it."""
     return case.drafter.get("name") or case.drafter["kind"]
+
+
+def target_name(target: dict[str, Any]) -> str:
+    """As it was asked for, with what a converted folder was made from, and the dtype."""
+    made = f"converted from {target['name']}, " if target.get("folder") else ""
+    return f"{target.get('folder') or target['name']} ({made}{target['dtype']})"
 
 
 def cells(s: RouteSummary) -> list[str]:
@@ -147,8 +154,8 @@ def caption(case: Evaluation) -> list[str]:
     s, settings = case.summary(), case.settings
     how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
     lines = [
-        f"{drafter_name(case)} on {case.target['name']} ({case.target['dtype']}), {case.shape}, {how}, "
-        f"up to {settings['max_new_tokens']} new tokens",
+        f"{drafter_name(case)} on {target_name(case.target)}, {case.shape}, {how}"
+        + (f", up to {settings['max_new_tokens']} new tokens" if settings["mode"] != STORED else ""),
         "tau: tokens for each target forward, the target's own included, ± 95 % over prompts; "
         "αk: k-th draft accepted where all before were; plain, spec: tokens/s without and with drafts",
     ]

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from headtrain.capture import capture
 from headtrain.cli import app, expected_errors
+from headtrain.commands import common
 from headtrain.commands.evaluation import LOCK
 from headtrain.commands.serving import read_cases
 from headtrain.config import Recipe, RecipeError, TargetSection, load_recipe
@@ -261,6 +262,29 @@ def test_what_is_measured_is_safe_before_the_journal_goes(place, tmp_path):
     (tmp_path / "eval.json").rmdir()
     run(place / "eagle", "--k", "1", "--max-new-tokens", 4, "--out", tmp_path)
     assert not (tmp_path / "eval.unfinished").exists() and not (tmp_path / "eval.lock").exists()
+
+
+def test_a_converted_target_is_called_by_its_folder_and_its_source(place, tmp_path):
+    shutil.copytree(place / "target", tmp_path / "copy")
+    source = {"name": "package:some-model", "revision": None, "quantization": "gguf Q4_1", "dtype": "float32"}
+    (tmp_path / "copy" / "headtrain_source.json").write_text(json.dumps(source))
+    words = ["--prompts", place / "prompts.jsonl", "--drafter", "ngram", "--k", "1,2", "--max-new-tokens", 3]
+    told = run("--target", tmp_path / "copy", *words, "--out", tmp_path / "a").output
+    assert f"{tmp_path / 'copy'} (converted from package:some-model, float32)" in " ".join(told.split())
+    told = run("--target", place / "target", *words, "--out", tmp_path / "b").output
+    assert f"{place / 'target'} (float32)" in " ".join(told.split())
+
+
+def test_what_is_piped_is_not_cut(place, tmp_path, monkeypatch):
+    routes = [f"translation of the {word} kind" for word in WORDS[:6]]
+    rows = [{"route": r, "messages": [{"role": "user", "content": "fox"}]} for r in routes]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--prompts", tmp_path / "p.jsonl", "--k", "1,2", "--max-new-tokens", 3, "--out", tmp_path]
+    header = next(line for line in run(place / "eagle", *words).output.splitlines() if "translation" in line)
+    assert all(route in header for route in routes)
+    assert common._console().width == common.WIDE
+    monkeypatch.setenv("COLUMNS", "70")
+    assert common._console().width == 70
 
 
 def test_one_evaluation_in_a_folder_at_a_time(place, tmp_path):

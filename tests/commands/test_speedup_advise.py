@@ -25,6 +25,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from headtrain.commands import common
 from headtrain.commands.advise import advise
 from headtrain.commands.serving import alphas_of, read_cache, read_experts, read_target
 from headtrain.commands.speedup import speedup
@@ -98,6 +99,13 @@ def test_json_holds_what_the_library_computes():
     assert data["best"]["k"] == 1 and data["batches"] == [] and data["served"] is None
 
 
+@pytest.fixture
+def terminal(monkeypatch):
+    """80 columns wide, not a pipe."""
+    monkeypatch.setattr(common.out, "width", 80)
+
+
+@pytest.mark.usefixtures("terminal")
 def test_with_a_device_the_costs_are_the_rooflines_and_the_load_is_counted(tmp_path):
     to = tmp_path / "page.html"
     words = ("speedup", "--alpha", "0.75,0.65,0.6", *GPU, "--slo-ms", "8", "--users", "500")
@@ -378,6 +386,7 @@ def varied(alphas=(0.7, 0.5, 0.4, 0.3, 0.2), prompts=8, drafter=HEAD):
     return made
 
 
+@pytest.mark.usefixtures("terminal")
 def test_advise_and_speedup_name_one_k_and_one_interval_for_one_load(evaluated):
     big = {**HEAD, "parameters": 350_000_000}
     rewrite(evaluated, [varied(drafter=big), varied((0.3, 0.3), drafter={**NGRAM, "label": "lookup"})])

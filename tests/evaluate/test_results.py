@@ -220,13 +220,40 @@ def test_the_table_fits_a_terminal_and_says_all():
     text = printed(tables(sweep(e)))
     assert max(map(len, text.splitlines())) <= 80 and "\x1b" not in text and "±0.…" not in text
     assert re.search(r"all +121 +3\.5\d ±0\.\d\d +\.5\d +1\.0 ", text) and "120/121" in text
-    assert "quite a long…" in text and text.count("…") == 1
+    assert "…" not in text and re.search(r"^ quite a long route 120 .*\n name +$", text, re.M)
     assert "120/121" in text and "b-1: the texts part at new token 5" in text and "3e-06" in text
 
 
-def printed(renderables) -> str:
+def test_names_are_whole_where_there_is_room():
+    long = [result("summarise a long letter", n, ROUNDS) for n in range(3)]
+    one, many = sweep(evaluation(long)), sweep(evaluation(long), evaluation(long, k=2))
+    assert "summarise a long letter" in printed(tables(one), 120)
+    assert "summarise a long letter" in printed(tables(many), 120)
+    narrow = printed(tables(many))
+    assert "…" not in narrow and max(map(len, narrow.splitlines())) <= 80
+
+
+def test_a_target_is_called_as_it_was_asked_for():
+    e = sweep(some())
+    assert "some on tiny <target> (float32), chain of 3, greedy, up to 32 new tokens" in " ".join(
+        printed(tables(e), 200).split()
+    )
+    for case in (e, e.cases[0]):
+        case.target = {**case.target, "folder": "targets/t"}
+    told = "targets/t (converted from tiny <target>, float32)"
+    assert f"some on {told}, chain of 3" in " ".join(printed(tables(e), 200).split())
+    e.cases.append(e.cases[0])
+    assert f"{told}, 4 prompts" in " ".join(printed(tables(e), 200).split())
+
+
+def test_stored_rows_have_no_limit_of_new_tokens():
+    text = printed(tables(sweep(evaluation(some().results, mode="stored"))), 200)
+    assert "new tokens" not in text and "nothing decoded" in text
+
+
+def printed(renderables, width: int = 80) -> str:
     file = StringIO()
-    console = Console(file=file, width=80)
+    console = Console(file=file, width=width)
     for renderable in renderables:
         console.print(renderable)
     return file.getvalue()
