@@ -193,9 +193,16 @@ def produce(
     past = {worker.id for worker in workers.look() if worker.finished}
     at, known, paused, since = _position(writer.storage), writer.complete(), False, time.monotonic()
     mine: set[int] = set()
+    if (held := sum(sizes[n] for n in known)) > budget:  # not a stream's: somebody captured them to stay
+        raise StoreError(
+            f"features.keep_gb: {writer.storage} holds {human(held)} of shards already, and {human(budget)} would make "
+            "this delete some of them. Raise keep_gb or leave it out to keep all, or choose another features.dir; to "
+            "give them up, delete the folder"
+        )
     while True:
         complete = writer.complete()
-        meter.advance(0, meter.others + tokens_of(writer.manifest, lengths, complete - known - mine))
+        if theirs := complete - known - mine:
+            meter.advance(0, meter.others + tokens_of(writer.manifest, lengths, theirs))
         known, mine = complete, set()
         training = [w for w in workers.look() if w.role == "training" and w.id not in past]
         running = [w for w in training if not w.finished]
@@ -222,7 +229,9 @@ def produce(
             continue
         if not paused:
             paused = True
-            workers.console.print(f"{writer.storage}: captured ahead as far as {human(budget)} go", markup=False)
+            workers.console.print(
+                f"{writer.storage}: captured ahead as far as {human(budget)} go; waits for training", markup=False
+            )
         if not running and time.monotonic() - since > wait:
             died = f" ({workers.dead[-1]})" if workers.dead else ""
             raise StoreError(

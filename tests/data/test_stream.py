@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -569,3 +570,11 @@ def test_a_position_that_a_dying_machine_left_is_the_start(place):
     place.mkdir()
     (place / "position.txt").write_bytes(b"")
     assert _position(Local(place)) == 0
+
+
+def test_a_store_that_holds_more_than_the_budget_loses_nothing(place, whole, target):
+    """It was captured to stay; a stream would delete the most of it."""
+    shutil.copytree(whole, place)
+    with pytest.raises(StoreError, match=r"keep_gb: .* holds .* already, and .* would make this delete some"):
+        run_capture(place, target)
+    assert {p.name: p.read_bytes() for p in place.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
