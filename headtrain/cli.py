@@ -107,6 +107,9 @@ def train(
     fresh: Annotated[bool, typer.Option(help="start over; an earlier run is kept aside")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print an estimate and the resolved recipe only")] = False,
     gpus: Annotated[int | None, typer.Option(min=1, help="with --dry-run: what it takes on so many GPUs")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="with --dry-run: tokens of the data, where it is not at hand (hub:NAME)")
+    ] = None,
     on: Annotated[
         str | None, typer.Option("--device", help="with --gpus: h100 (the default), h200, a100, l40s or rtx4090")
     ] = None,
@@ -123,6 +126,8 @@ def train(
     """Train on this machine with one process. For several: accelerate launch ... -m headtrain.train RECIPE."""
     if gpus is not None and not dry_run:
         raise RecipeError("--gpus is for --dry-run; to train on several: accelerate launch ... -m headtrain.train")
+    if tokens is not None and not dry_run:
+        raise RecipeError("--tokens is for --dry-run; to train on a part of the data: data.limit=N")
     paper = {"--device": on, "--backend": backend, "--network": network, "--busy": busy}
     if gpus is None and (given := [name for name, value in paper.items() if value is not None]):
         raise RecipeError(
@@ -131,16 +136,16 @@ def train(
             "RECIPE)"
         )
     if dry_run:
-        from .estimate import plan_lines
+        from .estimate import estimate, plan_lines
         from .scale import Cluster, scale
 
         of = load_recipe(recipe, overrides or [])
         if gpus is None:
-            out.print("\n".join(plan_lines(of)), markup=False)
+            out.print("\n".join(plan_lines(of, estimate(of, tokens))), markup=False)
             return
         more = {name: value for name, value in (("network", network), ("busy", busy)) if value is not None}
-        got = scale(of, Cluster.of(gpus, on or "h100", **more), backend or "ddp")
-        out.print("\n".join([*got.lines(), "", *plan_lines(got.recipe, got.plan)]), markup=False)
+        got = scale(of, Cluster.of(gpus, on or "h100", **more), backend or "ddp", tokens)
+        out.print("\n".join([*got.lines(), "", *plan_lines(got.recipe, got.plan, alone=False)]), markup=False)
         return
     command = [sys.executable, "-m", "headtrain.train", str(recipe), *(overrides or [])]
     os.execv(sys.executable, [*command, *(["--fresh"] if fresh else [])])

@@ -31,11 +31,12 @@ RATES = {"0.2 TFLOP/s (two CPU cores)": 0.2e12, "330 TFLOP/s (a third of an H100
 @dataclass
 class Estimate:
     """Sizes in bytes. ``tokens`` and ``rows`` are counted where ``counted``; else estimated from the files' size, or
-    (``tokens_known`` false) stand for one million tokens. dropped: rows left out of each split, by reason, where
-    counted. absent: what of data.train is not on this machine. target_here: the sizes are those of a local copy, not of
-    ``target.expect``. head_flops: of the whole training; target_flops: of the
-    target's forwards (and backwards, where it is trained), without its attention scores (None where its parameters are
-    not known). head_shapes: of the trained tensors. batch_tokens and accumulation: the recipe's, of a step."""
+    (``tokens_known`` false) stand for one million tokens. given: ``tokens`` are the caller's. dropped: rows left
+    out of each split, by reason, where counted. absent: what of data.train is not on this machine. target_here: the
+    sizes are those of a local copy, not of ``target.expect``. head_flops: of the whole training; target_flops: of
+    the target's forwards (and backwards, where it is trained), without its attention scores (None where its
+    parameters are not known). head_shapes: of the trained tensors. batch_tokens and accumulation: the recipe's, of
+    a step."""
 
     shape: TargetShape
     wants: Wants
@@ -44,6 +45,7 @@ class Estimate:
     supervised: int
     counted: bool
     tokens_known: bool
+    given: bool
     dropped: dict[str, dict[str, int]]
     absent: list[str]
     target_here: bool
@@ -60,8 +62,9 @@ class Estimate:
     head_flops: float
     target_flops: float | None
 
-    def lines(self) -> list[str]:
-        how = "counted" if self.counted else "from the files' size" if self.tokens_known else "data not at hand"
+    def lines(self, alone: bool = True) -> list[str]:
+        """alone: with the memory and the time of one process, which is not what many have."""
+        how = "counted" if self.counted else "from the files' size"
         layers = ", ".join(map(str, self.wants.layers)) or "none"
         lines = [
             f"target      {self.shape.architecture}, H {self.shape.hidden_size:,}, {self.shape.num_layers} layers, "
@@ -70,7 +73,9 @@ class Estimate:
             + ("" if self.target_here else "; as target.expect says, for target.path is no folder here"),
             f"head        {self.head_parameters / 1e6:,.1f} M trained parameters, drafts {self.wants.depth} deep, "
             f"reads hidden_states {layers} and the final feature at {self.wants.final} positions",
-            f"data        {self.rows:,} rows, {self.tokens:,} tokens, {self.supervised:,} supervised ({how})"
+            f"data        {self.tokens:,} tokens as given, {self.supervised:,} supervised (the usual share)"
+            if self.given
+            else f"data        {self.rows:,} rows, {self.tokens:,} tokens, {self.supervised:,} supervised ({how})"
             if self.tokens_known
             else f"data        not at hand ({', '.join(self.absent)}): the sizes below are for each "
             f"{UNKNOWN_TOKENS:,} tokens",
@@ -79,19 +84,37 @@ class Estimate:
             if self.feature_bytes
             else "features    none on disk: computed while training",
             f"steps       {self.steps:,} optimizer steps of {self.tokens_a_step:,} tokens (train.batch_tokens="
-            f"{self.batch_tokens} x train.accumulation={self.accumulation}), {self.epochs:.2g} epochs"
+            f"{self.batch_tokens} x train.accumulation={self.accumulation}), {self._epochs} epochs"
             + ("" if self.tokens_known else f" (for each {UNKNOWN_TOKENS:,} tokens)"),
+            *self._too_little(),
             f"memory      {human(sum(self.training_bytes.values()))} for training in one process"
             + (f", and the target's own weights beside it{self.target_split}" if self.target_resident else "")
             + "; of it "
             + ", ".join(f"{name} {human(size)}" for name, size in self.training_bytes.items()),
             f"arithmetic  {scaled(self.head_flops)}FLOP for the head, "
             + (f"{scaled(self.target_flops)}FLOP" if self.target_flops is not None else "an unknown number")
-            + " for the target: "
-            + ", ".join(f"{duration(self.flops / rate)} at {name}" for name, rate in RATES.items())
+            + " for the target"
+            + (
+                ": " + ", ".join(f"{duration(self.flops / rate)} at {name}" for name, rate in RATES.items())
+                if alone
+                else ""
+            )
             + ("" if self.tokens_known else f" (for each {UNKNOWN_TOKENS:,} tokens)"),
         ]
-        return lines
+        return lines if alone else [line for line in lines if not line.startswith("memory ")]
+
+    @property
+    def _epochs(self) -> str:
+        return f"{self.epochs:,.0f}" if self.epochs >= 100 else f"{self.epochs:.2g}"
+
+    def _too_little(self) -> list[str]:
+        if not self.tokens_known or self.tokens_a_step <= self.tokens:
+            return []
+        return [
+            f"warning     one optimizer step takes {self.tokens_a_step:,} tokens, and the data has {self.tokens:,}: "
+            "rows come more than once in one step. Take more data, fewer GPUs, or a smaller train.batch_tokens or "
+            "train.accumulation"
+        ]
 
     def _left_out(self) -> list[str]:
         if not self.counted:
@@ -132,15 +155,17 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def plan_lines(recipe: Recipe, plan: Estimate | None = None) -> list[str]:
-    """What ``--dry-run`` prints: the estimate (``plan``, if it was made already), and the recipe with every default."""
+def plan_lines(recipe: Recipe, plan: Estimate | None = None, alone: bool = True) -> list[str]:
+    """What ``--dry-run`` prints: the estimate (``plan``, if it was made already; ``alone``: see ``Estimate.lines``),
+    and the recipe with every default."""
     resolved = recipe.model_dump(mode="json") | {"head": parse_head(recipe.head).model_dump(mode="json")}
-    return [*(plan or estimate(recipe)).lines(), "", yaml.safe_dump(resolved, sort_keys=False).rstrip()]
+    return [*(plan or estimate(recipe)).lines(alone), "", yaml.safe_dump(resolved, sort_keys=False).rstrip()]
 
 
-def estimate(recipe: Recipe) -> Estimate:
+def estimate(recipe: Recipe, given: int | None = None) -> Estimate:
     """Uses the real config, tokenizer and data where they are on this machine; the recipe's ``target.expect`` and the
-    files' sizes elsewhere. Nothing is fetched and no weights are loaded. Raises RecipeError, TargetError, DataError."""
+    files' sizes elsewhere. given: tokens of the data, which is then not looked at. Nothing is fetched and no weights
+    are loaded. Raises RecipeError, TargetError, DataError."""
     shape = load_shape(recipe.target)
     config = parse_head(recipe.head)
     size = head_class(config.kind).uses_draft_vocab(config, shape)
@@ -148,7 +173,7 @@ def estimate(recipe: Recipe) -> Estimate:
         head = build_head(config, shape, None if size is None else torch.arange(size))
     wants = head.wants()
     check_depths(recipe.train.depth_schedule, wants.depth)
-    rows, tokens, supervised, dropped, absent = _data(recipe)
+    rows, tokens, supervised, dropped, absent = _data(recipe, given)
     train = recipe.train
     per_step = train.batch_tokens * train.accumulation
     steps = train.steps or max(1, round(train.epochs * tokens / per_step))
@@ -166,6 +191,7 @@ def estimate(recipe: Recipe) -> Estimate:
         supervised=supervised,
         counted=dropped is not None,
         tokens_known=not absent,
+        given=given is not None,
         dropped=dropped or {},
         absent=absent,
         target_here=locate(recipe.target).local,
@@ -244,8 +270,10 @@ def _training_bytes(recipe: Recipe, head: DraftHead, shape: TargetShape, share: 
     }
 
 
-def _data(recipe: Recipe) -> tuple[int, int, int, dict[str, dict[str, int]] | None, list[str]]:
+def _data(recipe: Recipe, given: int | None) -> tuple[int, int, int, dict[str, dict[str, int]] | None, list[str]]:
     """rows, tokens, supervised, dropped (None: not counted), and what of the training data is not on this machine."""
+    if given is not None:
+        return 0, given, round(USUAL_SUPERVISED * given), None, []
     specs = recipe.data.train
     remote = [spec for spec in specs if spec.startswith("hub:")]
     if not remote and locate(recipe.target).local:

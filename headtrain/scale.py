@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .config import Recipe, RecipeError
 from .data.manifest import human
 from .data.quantize import bytes_per_token
-from .estimate import Estimate, estimate
+from .estimate import Estimate, duration, estimate
 from .evaluate.roofline import DEVICES, USABLE, Device
 
 BACKENDS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")  # recipes/backend/NAME.yaml
@@ -258,9 +258,21 @@ class Scale:
             )
         return [
             *lines,
+            f"time        {self._time()}",
             f"assumed     {c.busy:.0%} of {of.tflops:g} TFLOP/s, {c.sent:.0%} of {c.link:g} GB/s in a node and of "
             f"{c.network:g} GB/s from it",
         ]
+
+    def _time(self) -> str:
+        plan = self.plan
+        if not plan.tokens_known and self.recipe.train.steps is None:
+            return "not known: the data is not at hand; give the number of its tokens (--tokens N), or train.steps"
+        text = f"{duration(plan.steps * self.step_seconds)} for {plan.steps:,} optimizer steps"
+        if not (self.stored and self.features_second and self.target_fits):
+            return text
+        if not plan.tokens_known:
+            return f"{text}, and capture before, as long as the data is (--tokens N)"
+        return f"{text}, and {duration(plan.tokens / self.features_second)} for capture before"
 
 
 def target_on_ranks(recipe: Recipe, plan: Estimate, cluster: Cluster) -> TargetOnRanks:
@@ -281,9 +293,10 @@ def target_on_ranks(recipe: Recipe, plan: Estimate, cluster: Cluster) -> TargetO
     )  # fmt: skip
 
 
-def scale(recipe: Recipe, cluster: Cluster, backend: str = "ddp") -> Scale:
-    """Every rank has one micro-batch a step at least, so that the recipe's ``train.accumulation`` is rounded up to a
-    multiple of the GPUs (see ``Scale``). Raises what ``estimate`` raises, and RecipeError for what cannot be split."""
+def scale(recipe: Recipe, cluster: Cluster, backend: str = "ddp", tokens: int | None = None) -> Scale:
+    """tokens: of the data, where it is not at hand. Every rank has one micro-batch a step at least, so that the
+    recipe's ``train.accumulation`` is rounded up to a multiple of the GPUs (see ``Scale``). Raises what
+    ``estimate`` raises, and RecipeError for what cannot be split."""
     if backend not in BACKENDS:
         raise RecipeError(f"backend {backend!r}: expected one of {', '.join(BACKENDS)}")
     if backend.startswith("zero") and recipe.train.optimizer != "adamw":
@@ -294,13 +307,14 @@ def scale(recipe: Recipe, cluster: Cluster, backend: str = "ddp") -> Scale:
     micro = math.ceil(asked / gpus)
     recipe = recipe.model_copy(deep=True)
     recipe.train.accumulation = micro * gpus
-    plan, train = estimate(recipe), recipe.train
+    plan, train = estimate(recipe, tokens), recipe.train
     shapes, online = plan.head_shapes, recipe.features.mode == "online"
     share, features = plan.supervised / max(plan.tokens, 1), recipe.features
     form = "float32" if features.dtype == "int8" else features.dtype  # int8 is decoded when it is read
     counts = (plan.shape.hidden_size, len(plan.wants.layers))
     token = bytes_per_token(*counts, form, plan.wants.final, share)
-    memory = {f"head: {name}": size for name, size in head_memory(shapes, backend, gpus).items()}
+    shown = {"working": "buffers of forward and backward"}
+    memory = {f"head: {shown.get(name, name)}": size for name, size in head_memory(shapes, backend, gpus).items()}
     memory["activations"] = plan.training_bytes["activations"]
     held = AHEAD if recipe.target.shard == "none" else 2  # a split target computes when it is asked (train/groups.py)
     memory["features"] = held * train.batch_tokens * token

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from headtrain import scale as scale_module
 from headtrain.cli import app
 from headtrain.config import RecipeError, TargetSection, load_recipe
-from headtrain.estimate import estimate
+from headtrain.estimate import duration, estimate
 from headtrain.scale import (
     BACKENDS,
     Cluster,
@@ -320,6 +320,50 @@ def test_an_option_for_gpus_without_gpus_is_refused(option, monkeypatch):
         assert isinstance(got.exception, RecipeError) and f"{option}: says what --dry-run --gpus N" in str(
             got.exception
         )
+
+
+def dry_run(*words: str) -> str:
+    return CliRunner().invoke(app, ["train", *words, "--dry-run"], catch_exceptions=False).output
+
+
+def test_hours_of_data_that_is_not_at_hand(monkeypatch):
+    """Steps of the tokens given, each as long as the training line says; epochs are counted in them, too."""
+    monkeypatch.chdir(ROOT)
+    words = ("recipes/llama-3.1-8b-eagle3.yaml", "--gpus", "64", "train.epochs=2")
+    assert "time        not known" in dry_run(*words) and "--tokens N" in dry_run(*words)
+    of = recipe("llama-3.1-8b-eagle3", "train.epochs=2")
+    got, steps = scale(of, Cluster.of(64), tokens=300_000_000), round(2 * 3e8 / (64 * 8192))
+    assert got.plan.steps == steps and got.plan.tokens == 300_000_000
+    told = dry_run(*words, "--tokens", "300000000")
+    assert f"time        {duration(steps * got.step_seconds)} for {steps:,} optimizer steps\n" in told
+    assert "300,000,000 tokens as given" in told and "for each 1,000,000" not in told and ", 2 epochs" in told
+    assert "300,000,000 tokens as given" in dry_run(words[0], "--tokens", "300000000")
+    known = scale(recipe("llama-3.1-8b-eagle3", "train.steps=100"), Cluster.of(64))
+    assert f"time        {duration(100 * known.step_seconds)} for 100 optimizer steps" in known.lines()
+    stored = scale(recipe("qwen3-8b-eagle3", "features.mode=offline"), Cluster.of(8), tokens=10**9)
+    capture = duration(1e9 / stored.features_second)
+    assert any(
+        line.startswith("time") and line.endswith(f"and {capture} for capture before") for line in stored.lines()
+    )
+    refused = CliRunner().invoke(app, ["train", words[0], "--tokens", "9"])
+    assert isinstance(refused.exception, RecipeError) and "--tokens is for --dry-run" in str(refused.exception)
+
+
+def test_the_answer_for_many_gpus_has_none_for_one_process(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    alone = dry_run("recipes/llama-3.1-8b-eagle3.yaml")
+    many = dry_run("recipes/llama-3.1-8b-eagle3.yaml", "--gpus", "64")
+    for text in ("in one process", "two CPU cores", "a third of an H100's peak"):
+        assert text in alone and text not in many
+    assert "head: buffers of forward and backward" in many and "working" not in many.split("\n\n")[0]
+
+
+@pytest.mark.parametrize(("tokens", "warned"), [(64 * 8192 - 1, True), (64 * 8192, False)])
+def test_a_step_of_more_tokens_than_the_data_is_warned_of(tokens, warned):
+    lines = scale(recipe("llama-3.1-8b-eagle3"), Cluster.of(64), tokens=tokens).plan.lines(alone=False)
+    assert any(line.startswith("warning     one optimizer step takes 524,288 tokens") for line in lines) == warned
+    unknown = scale(recipe("llama-3.1-8b-eagle3"), Cluster.of(512)).plan.lines()
+    assert not any("warning" in line for line in unknown)
 
 
 def test_the_head_is_built_once(monkeypatch):
