@@ -38,7 +38,7 @@ from .data.stream import FeatureStream, produce, shard_sizes
 from .data.workers import Workers
 from .heads.catalog import build_head, parse_head
 from .metadata import TargetIdentity
-from .shift import final_positions, pair_mask
+from .shift import final_count, pair_mask
 from .target.load import load_target
 from .target.model import Target
 from .target.shape import TargetError
@@ -112,7 +112,6 @@ def count_tokens(rows: Sequence[Row], vocab_size: int) -> Tensor:
 
 def plan_manifest(recipe: Recipe, identity: TargetIdentity, wants: Wants, rows: Sequence[Row]) -> Manifest:
     """The manifest of a store of these rows."""
-    batches = (Batch.pack(rows[start : start + 256]) for start in range(0, len(rows), 256))
     tokens = sum(map(len, rows))
     return Manifest(
         target=identity,
@@ -123,7 +122,7 @@ def plan_manifest(recipe: Recipe, identity: TargetIdentity, wants: Wants, rows: 
         summary=wants.summary,
         rows=len(rows),
         tokens=tokens,
-        finals=tokens if wants.final == "all" else sum(len(final_positions(batch)) for batch in batches),
+        finals=tokens if wants.final == "all" else sum(map(final_count, rows)),
         rows_sha256=rows_digest(rows),
         max_length=recipe.data.max_length,
         shards=plan_shards([len(row) for row in rows], recipe.features.shard_tokens),
@@ -154,7 +153,13 @@ def capture(
     console = console or Console(stderr=True, soft_wrap=True, highlight=False)
     target, wants, rows = load(recipe, target, rows, console)
     fill_stores(recipe, target, wants, rows, console)
-    return FeatureStore(recipe.features_dir / "train", rows=rows["train"].rows, wants=wants)
+    return open_store(recipe, target, wants, rows["train"].rows, "train")
+
+
+def open_store(recipe: Recipe, target: Any, wants: Wants, rows: Sequence[Row], split: str) -> FeatureStore:
+    """A captured split. Raises StoreError where it is not complete, or not of this target, these rows and settings."""
+    plan = plan_store(recipe, target, wants, rows, split)
+    return FeatureStore(recipe.features_dir / split, rows=rows, wants=wants, plan=plan)
 
 
 def load(

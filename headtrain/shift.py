@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .types import Batch
+from .types import Batch, Row
 
 
 def _ahead(x: Tensor, by: int, fill: int) -> Tensor:
@@ -31,3 +31,9 @@ def final_positions(batch: Batch) -> Tensor:
     """[M] int64: the sorted positions whose *next* token is supervised. The final feature there is the one that
     produced a supervised token: what teachers read as p, and what Medusa reads as input."""
     return ((_ahead(batch.turn, 1, 0) > 0) & (_ahead(batch.doc, 1, -1) == batch.doc)).nonzero().squeeze(1)
+
+
+def final_count(row: Row) -> int:
+    """How many ``final_positions`` lie in a row, without a Python step for each token."""
+    after = row.turn[1:]
+    return len(after) - after.count(0)

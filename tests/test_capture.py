@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -21,7 +22,9 @@ from headtrain.data.produce import runs
 from headtrain.data.quantize import as_stored
 from headtrain.data.storage import FULL, Local
 from headtrain.data.store import FeatureStore, StoreError, shard_file
+from headtrain.shift import final_count, final_positions
 from headtrain.target.load import load_target
+from headtrain.train import setup
 from headtrain.types import Batch, Row, TargetShape, Wants
 
 CHATS = [
@@ -221,6 +224,22 @@ def test_another_template_is_refused_with_the_difference(place, tiny_folder, tmp
         capture(fewer, target=target, console=quiet())
 
 
+@pytest.mark.parametrize("by", ["capture", "training"])
+def test_another_targets_store_is_not_opened(place, tiny_folder, tmp_path, target, monkeypatch, by):
+    """It may have come there after this command had looked."""
+    capture(recipe_of(place, tiny_folder, tmp_path / "f"), target=target, console=quiet())
+    recipe = recipe_of(place, tiny.save(tmp_path / "other", seed=1), tmp_path / "f")
+    for owner, name in ((module, "fill_stores"), (setup, "fill_stores"), (setup, "keeps")):
+        monkeypatch.setattr(owner, name, lambda *_: None)
+    other, wants, rows = module.load(recipe, None, None, quiet())
+    watch = SimpleNamespace(rank=0, at=lambda _: None, share=lambda _: None)
+    with pytest.raises(StoreError, match=r"made otherwise(.|\n)*target weights\."):
+        if by == "capture":
+            capture(recipe, target=other, rows=rows, console=quiet())
+        else:
+            setup._stored(recipe, other, wants, rows, watch, quiet())
+
+
 def test_the_size_is_printed_and_a_small_disk_stops_before_any_forward(
     place, tiny_folder, tmp_path, target, monkeypatch
 ):
@@ -411,3 +430,10 @@ def test_help_teaches(tmp_path):
     text = CliRunner().invoke(app, ["--help"]).output
     for word in ("recipes/", "features.dtype=int8", "same command goes on", "features.mode=online"):
         assert word in " ".join(text.split())
+
+
+@pytest.mark.parametrize("turn", [[0, 0, 1, 1, 0, 2], [1, 1, 0], [0], [1], [0, 0], [1, 0, 0, 2, 2]])
+def test_finals_are_counted_as_they_are_kept(turn):
+    row, other = Row(list(range(len(turn))), turn), Row([5, 6], [1, 1])
+    assert final_count(row) == len(final_positions(Batch.pack([row])))
+    assert final_count(row) + final_count(other) == len(final_positions(Batch.pack([row, other])))

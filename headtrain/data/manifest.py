@@ -98,6 +98,24 @@ class Manifest(_Part):
             "features only where no other head needs them"
         )
 
+    @property
+    def digest(self) -> str:
+        """Names this very manifest in the records of its shards."""
+        return hashlib.sha256(as_json(self.model_dump(mode="json"))).hexdigest()[:16]
+
+    def otherwise(self, place: object, plan: Manifest, by: str = "") -> StoreError:
+        """The error where features are wanted that ``plan`` says, and it has ``differences`` from this one. by: who is
+        at it."""
+        parts = ("layers", "final", "finals", "summary")
+        alike = self.model_copy(update={name: getattr(plan, name) for name in parts})
+        if self.unmet(plan.wants) and not differences(alike, plan):
+            return self.refuse(place, plan.wants)
+        return StoreError(
+            f"{place} holds features made otherwise{by} (stored / now):\n  "
+            + "\n  ".join(differences(self, plan))
+            + "\nSet features.dir to another folder, which keeps both; or delete this one, if nothing needs it"
+        )
+
     @classmethod
     def read(cls, folder: str | Path | Url | Storage) -> Manifest:
         """Raises StoreError."""
@@ -158,8 +176,10 @@ def differences(stored: Manifest, wanted: Manifest) -> list[str]:
 
 
 class ShardRecord(_Part):
-    """The small JSON beside a shard; its presence says that the shard is whole."""
+    """The small JSON beside a shard; its presence says that the shard is whole. ``manifest``: digest of the one that it
+    was captured under, so that a shard of other features never passes for one of this store."""
 
+    manifest: str
     sha256: str
     bytes: int
     lengths: list[int] = Field(description="tokens of each row")

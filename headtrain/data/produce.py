@@ -50,6 +50,7 @@ def fill(
             time.sleep(writer.storage.poll)
         elif capture_shard(writer, workers, number, rows, target, wants, batch_tokens, meter):
             mine.add(number)
+    writer.check_manifest()  # where a storage cannot create exclusively, another capture's may have come later
     for number in workers.claimed():  # of processes that died between a record and the end of their claim
         workers.forget(number)
 

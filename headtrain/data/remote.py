@@ -7,6 +7,7 @@ import hashlib
 import os
 import time
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 import fsspec
 
@@ -33,7 +34,7 @@ class Remote(Local):
 
     def __init__(self, url: str, cache: Path, cache_bytes: float) -> None:
         super().__init__(cache)
-        self._copies: dict[str, Path] = {}  # of this object's calls of ``local``
+        self._copies: dict[str, Path] = {}  # of this object's calls of ``open``
         self.url, self.cache_bytes = url.rstrip("/"), cache_bytes
         try:
             # listings are never remembered: other machines write here
@@ -91,19 +92,22 @@ class Remote(Local):
         finally:
             path.unlink()
 
-    def local(self, name: str) -> Path:
+    def open(self, name: str) -> BinaryIO:
         """Download it unless it is in the cache. A cached copy is told from one that was captured again by its name,
-        which holds the record's checksum."""
+        which holds the record's checksum. Other processes make room at any moment: so a new copy
+        is opened before they see it, and stays readable."""
         record = self.read(f"{PurePosixPath(name).stem}.json")
         path = self._copies[name] = self.folder / f"{_key(self.url)}-{_key(record.decode())}-{name}"
-        if path.exists():
+        with contextlib.suppress(FileNotFoundError):
             os.utime(path)
-            return path
+            return open(path, "rb")
         self._make_room(self.size(name))
         temporary = path.with_name(f"{path.name}.{self.tag}.tmp")
         try:
             self.fs.get_file(self._path(name), str(temporary))
+            file = open(temporary, "rb")  # noqa: SIM115, the caller's
             os.replace(temporary, path)
+            return file
         except OSError as error:
             if (why := no_room(error)) is None:
                 raise
@@ -112,7 +116,6 @@ class Remote(Local):
             ) from None
         finally:
             temporary.unlink(missing_ok=True)
-        return path
 
     def holds(self, name: str) -> bool:
         return name in self._copies and self._copies[name].exists()

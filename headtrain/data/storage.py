@@ -6,6 +6,7 @@ import errno
 import os
 import uuid
 from pathlib import Path
+from typing import BinaryIO
 
 from ..config import Url
 
@@ -53,31 +54,34 @@ class Local:
         """Bytes. Raises FileNotFoundError."""
         return (self.folder / name).stat().st_size
 
-    def local(self, name: str) -> Path:
-        """A file on this machine that holds it, to be memory-mapped."""
-        return self.folder / name
+    def open(self, name: str) -> BinaryIO:
+        """A file on this machine that holds it, to be memory-mapped; readable whoever deletes it meanwhile. Raises
+        FileNotFoundError."""
+        return open(self.folder / name, "rb")
 
     def holds(self, name: str) -> bool:
-        """Whether ``local``'s file is still there; a copy makes room for others."""
+        """Whether the file of ``open`` is still there; a copy makes room for others."""
         return True
 
     def discard(self, name: str) -> None:
-        """``local``'s file is damaged: a copy is made anew the next time."""
+        """The file of ``open`` is damaged: a copy is made anew the next time."""
 
     def write(self, name: str, data: bytes, sync: bool = True) -> None:
         """Atomically, in place of what is there. sync: safe against a power cut, too."""
+        os.replace(self._staged(name, data, sync), self.folder / name)
+
+    def _staged(self, name: str, data: bytes, sync: bool) -> Path:
         temporary = self.staging(name)
         with open(temporary, "wb") as file:
             file.write(data)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, self.folder / name)
+        return temporary
 
     def create(self, name: str, data: bytes) -> bool:
-        """Atomically, unless the file is there: one of several processes gets True."""
-        temporary = self.staging(name)
-        temporary.write_bytes(data)
+        """Atomically, unless the file is there: one of several processes gets True. Safe against a power cut, too."""
+        temporary = self._staged(name, data, sync=True)
         try:
             os.link(temporary, self.folder / name)
         except FileExistsError:

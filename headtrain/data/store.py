@@ -16,7 +16,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +26,7 @@ from ..config import Url
 from ..shift import final_positions
 from ..types import Batch, Features, Row, Wants
 from .manifest import (
+    MANIFEST,
     Manifest,
     ShardRecord,
     StoreError,
@@ -65,7 +66,8 @@ class FeatureStore:
     verify: check a shard's sha256 when it is first touched (once in this object's life; it reads the whole shard, so
     with several ranks let one do it, see ``verify_all``). rows: the rows that the data gives now; a stored row whose
     tokens differ is refused by name. wants: what the head reads, in its order, of a store that may hold more (other
-    heads' layers, final features everywhere); None: all there is. growing: shards may be absent until they are read
+    heads' layers, final features everywhere); None: all there is. plan: the manifest of the features that are meant (of
+    which target, for one), as ``StoreWriter`` compares it; None: any. growing: shards may be absent until they are read
     (``rows`` is needed then). Raises StoreError. One reader thread at a time.
     """
 
@@ -76,6 +78,7 @@ class FeatureStore:
         verify: bool = True,
         rows: Sequence[Row] | None = None,
         wants: Wants | None = None,
+        plan: Manifest | None = None,
         growing: bool = False,
     ) -> None:
         self.storage = folder if isinstance(folder, Storage) else open_storage(folder)
@@ -83,7 +86,10 @@ class FeatureStore:
         self.manifest = Manifest.read(self.storage)
         if wants is not None and self.manifest.unmet(wants):
             raise self.manifest.refuse(self.storage, wants)
+        if plan is not None and differences(self.manifest, plan):
+            raise self.manifest.otherwise(self.storage, plan)
         self._cuts = self.manifest.shards
+        self._under = self.manifest.digest
         self._open: dict[int, dict[str, Any]] = {}
         self.records: dict[int, ShardRecord] = {}
         if rows is not None and len(rows) != len(self):
@@ -113,6 +119,11 @@ class FeatureStore:
             ) from None
         except ValueError as error:
             raise StoreError(f"{beside} is damaged ({error}); delete it and {again}") from None
+        if record.manifest != self._under:
+            raise StoreError(
+                f"{path} was captured under another {MANIFEST} ({record.manifest}, this store's is {self._under}): two "
+                f"captures of different features met here, or files were copied or changed by hand; {again}"
+            )
         if size != record.bytes:
             raise StoreError(f"{path} is truncated: {size} bytes, expected {record.bytes}; {again}")
         if len(record.lengths) != rows:
@@ -124,30 +135,40 @@ class FeatureStore:
         if number not in self._open:
             if number not in self.records:
                 self.records[number] = self._record(number)
-            path, record = self.storage.local(shard_name(number)), self.records[number]
-            for other in [n for n in self._open if not self.storage.holds(shard_name(n))]:
-                del self._open[other]  # made room for this one
-            if self.verify:
-                with open(path, "rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-                if found != record.sha256:
-                    self.storage.discard(shard_name(number))
-                    raise StoreError(
-                        f"{path} is damaged: sha256 {found[:16]}..., its record says {record.sha256[:16]}...; delete "
-                        f"{path.with_suffix('.json').name} and run the capture again (other shards are kept)"
-                    )
+            where = self.storage.where(shard_name(number))
             try:
-                file = safe_open(path, framework="pt")
-                names = set(file.keys())
-                missing = set(self._layout(number)) ^ names
-                if missing:
-                    raise StoreError(f"{path}: tensors missing or unknown: {', '.join(sorted(missing))}")
-                tensors = {name: file.get_slice(name) for name in names}
-            except (SafetensorError, OSError) as error:
-                raise StoreError(f"{path}: {error}; delete it and run the capture again") from None
-            self._check(number, path, tensors)
-            self._open[number] = tensors
+                file = self.storage.open(shard_name(number))
+            except FileNotFoundError:
+                raise StoreError(
+                    f"{where} is gone: somebody deleted or moved it, or its record, while this store was read; run the "
+                    "capture again (what is missing is captured, the rest kept)"
+                ) from None
+            with file:
+                for other in [n for n in self._open if not self.storage.holds(shard_name(n))]:
+                    del self._open[other]  # made room for this one
+                self._open[number] = self._map(number, where, file)
         return self._open[number]
+
+    def _map(self, number: int, where: str, file: BinaryIO) -> dict[str, Any]:
+        """The tensors of a shard's open file, checked. It is hashed and mapped through its descriptor: both see one
+        file, though another process may delete or replace it in between."""
+        record = self.records[number]
+        if self.verify and (found := hashlib.file_digest(file, "sha256").hexdigest()) != record.sha256:
+            self.storage.discard(shard_name(number))
+            raise StoreError(
+                f"{where} is damaged: sha256 {found[:16]}..., its record says {record.sha256[:16]}...; delete "
+                f"{record_name(number)} and run the capture again (other shards are kept)"
+            )
+        try:
+            mapped = safe_open(f"/dev/fd/{file.fileno()}", framework="pt")
+            names = set(mapped.keys())
+            if missing := set(self._layout(number)) ^ names:
+                raise StoreError(f"{where}: tensors missing or unknown: {', '.join(sorted(missing))}")
+            tensors = {name: mapped.get_slice(name) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise StoreError(f"{where}: {error}; delete it and run the capture again") from None
+        self._check(number, where, tensors)
+        return tensors
 
     def _layout(self, number: int) -> dict[str, list[int]]:
         """Name -> shape of every tensor of a shard, from its record and the manifest alone."""
@@ -161,7 +182,7 @@ class FeatureStore:
             shapes |= {"argmax": [m], "lse": [m]}
         return shapes
 
-    def _check(self, number: int, path: Path, tensors: dict[str, Any]) -> None:
+    def _check(self, number: int, path: str, tensors: dict[str, Any]) -> None:
         """Shapes, boundaries and the hash of every row; keeps the small tensors in memory."""
         for name, shape in self._layout(number).items():
             if tensors[name].get_shape() != shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,13 +42,15 @@ class StoreWriter:
     """Writes a store shard by shard; complete shards of an interrupted capture are kept. Several processes may write
     one store, each other shards (see ``workers``).
 
-    The manifest is written before the first shard. Raises StoreError where the stored manifest differs, with every
-    difference (old / new), and where shards lie there without a manifest.
+    The manifest is made before the first shard, by one process alone, and never replaced while anything of it is there:
+    two captures of different features that start at once in an empty folder are told apart by it. Raises StoreError
+    where the stored manifest differs, with every difference (old / new), and where shards lie there without a manifest.
     """
 
     def __init__(self, place: str | Path | Url | Storage, manifest: Manifest, workers: Workers | None = None) -> None:
         self.storage = place if isinstance(place, Storage) else open_storage(place)
         self.manifest, self.workers, self._begun = manifest, workers, False
+        self._under: str | None = None  # digest of the stored manifest, once it was compared
         self._checked: set[int] = set()  # shards whose record was read
         names = self.storage.names()
         if MANIFEST not in names:
@@ -68,23 +71,18 @@ class StoreWriter:
     def check_manifest(self) -> None:
         """Raises StoreError where the stored manifest is another one."""
         stored = Manifest.read(self.storage)
-        if not (lines := differences(stored, self.manifest)):
-            return
-        parts = ("layers", "final", "finals", "summary")
-        alike = stored.model_copy(update={name: getattr(self.manifest, name) for name in parts})
-        if stored.unmet(self.manifest.wants) and not differences(alike, self.manifest):
-            raise stored.refuse(self.storage, self.manifest.wants)
-        by = f", and {', '.join(others)} is at it" if (others := self._others()) else ""
-        raise StoreError(
-            f"{self.storage} holds features made otherwise{by} (stored / now):\n  "
-            + "\n  ".join(lines)
-            + "\nSet features.dir to another folder, which keeps both; or delete this one, if nothing needs it"
-        )
+        if differences(stored, self.manifest):
+            by = f", and {', '.join(others)} is at it" if (others := self._others()) else ""
+            raise stored.otherwise(self.storage, self.manifest, by)
+        self._under = stored.digest
 
     def complete(self) -> set[int]:
-        """Numbers of the shards that are complete, whoever wrote them."""
+        """Numbers of the shards that are complete, whoever wrote them. Raises StoreError where they are of other
+        features."""
         names = self.storage.names()
         there = {n for n in range(len(self.manifest.shards) - 1) if record_name(n) in names and shard_name(n) in names}
+        if there and self._under is None:  # others were first, since this process looked
+            self.check_manifest()
         self._checked = {n for n in there if n in self._checked or self._whole(n)}
         return set(self._checked)
 
@@ -96,7 +94,7 @@ class StoreWriter:
     def _whole(self, number: int) -> bool:
         try:
             record = ShardRecord.model_validate_json(self.storage.read(record_name(number)))
-            return self.storage.size(shard_name(number)) == record.bytes
+            return record.manifest == self._under and self.storage.size(shard_name(number)) == record.bytes
         except (FileNotFoundError, ValueError):
             return False
 
@@ -107,16 +105,21 @@ class StoreWriter:
             raise StoreError(f"shard {number}: {len(rows)} rows, the plan says {end - first}")
         if not self._begun:  # here and not at the start, so that a capture refused for want of disk leaves no trace
             self._begin()
-        return ShardWriter(self.storage, number, self.manifest, rows)
+        return ShardWriter(self.storage, number, self.manifest, rows, self._under)
 
     def _begin(self) -> None:
-        names = self.storage.names()
         working = {w.id for w in self.workers.look()} if self.workers else set()
+        names = self.storage.names()  # after the look: who has left by then has left its records
         for name in names:
             if _SCRAP.match(name) and name.split(".")[-2] not in working:
                 self.storage.delete(name)
-        if MANIFEST not in names or differences(Manifest.read(self.storage), self.manifest):
-            self.storage.write(MANIFEST, as_json(self.manifest.model_dump(mode="json")))
+        alone = len(working) <= 1 and not any(_RECORD.fullmatch(name) for name in names)
+        if alone and MANIFEST in names and differences(Manifest.read(self.storage), self.manifest):
+            self.storage.delete(MANIFEST)  # of a capture that ended before its first shard
+            names.remove(MANIFEST)
+        if MANIFEST not in names and not self.storage.create(MANIFEST, as_json(self.manifest.model_dump(mode="json"))):
+            time.sleep(self.storage.poll)  # the other's content may follow its name
+        self.check_manifest()
         self._begun = True
 
     def remove(self, number: int) -> None:
@@ -126,11 +129,12 @@ class StoreWriter:
 
 
 class ShardWriter:
-    """One shard in memory, in its stored form; ``add`` features run by run, then ``close``."""
+    """One shard in memory, in its stored form; ``add`` features run by run, then ``close``. under: digest of the stored
+    manifest."""
 
-    def __init__(self, storage: Storage, number: int, manifest: Manifest, rows: Sequence[Row]) -> None:
+    def __init__(self, storage: Storage, number: int, manifest: Manifest, rows: Sequence[Row], under: str) -> None:
         self.storage, self.number, self.name = storage, number, shard_name(number)
-        self.manifest, self.rows = manifest, rows
+        self.manifest, self.rows, self.under = manifest, rows, under
         self.batch = Batch.pack(rows)
         everything = torch.arange(len(self.batch))
         self.final_at = everything if manifest.final == "all" else final_positions(self.batch)
@@ -203,6 +207,7 @@ class ShardWriter:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
         record = ShardRecord(
+            manifest=self.under,
             sha256=digest,
             bytes=temporary.stat().st_size,
             lengths=[len(row) for row in self.rows],

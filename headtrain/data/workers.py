@@ -194,10 +194,15 @@ class Workers:
 
     def claimed(self) -> dict[int, int]:
         """Shard -> the newest generation of a claim on it, whether its owner lives or not."""
-        found: dict[int, int] = {}
-        for match in filter(None, map(_CLAIM.fullmatch, self.storage.names())):
-            found[int(match[1])] = max(found.get(int(match[1]), 0), int(match[2]))
-        return found
+        return {number: generations[-1] for number, generations in self._claims().items()}
+
+    def _claims(self) -> dict[int, list[int]]:
+        """Shard -> the generations of the claims on it, ascending, of files that are there and no others."""
+        found: dict[int, list[int]] = {}
+        for name in self.storage.names():
+            if (match := _CLAIM.fullmatch(name)) and name == _claim_file(int(match[1]), int(match[2])):
+                found.setdefault(int(match[1]), []).append(int(match[2]))
+        return {number: sorted(generations) for number, generations in found.items()}
 
     def abandoned(self) -> set[int]:
         """Shards whose claim is a dead process's."""
@@ -243,7 +248,7 @@ class Workers:
 
     def forget(self, number: int) -> None:
         """Remove all claims on a shard that is complete, or that this process has the newest claim on."""
-        for generation in range(1, self.claimed().get(number, 0) + 1):
+        for generation in self._claims().get(number, ()):
             self.storage.delete(_claim_file(number, generation))
 
 

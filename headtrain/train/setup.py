@@ -10,7 +10,16 @@ from rich.console import Console
 from torch import Tensor
 
 from .. import vocab
-from ..capture import Rows, capture, count_tokens, fill_stores, head_wants, open_stream, plan_rows, windows_of
+from ..capture import (
+    Rows,
+    count_tokens,
+    fill_stores,
+    head_wants,
+    open_store,
+    open_stream,
+    plan_rows,
+    windows_of,
+)
 from ..config import Recipe, RecipeError, Url, check_depths
 from ..data.chat import rows_digest
 from ..data.loader import Loader, OnlineSource
@@ -130,15 +139,13 @@ def _stored(
     folder, stream = recipe.features_dir, recipe.features.mode == "stream"
     keeper = watch.rank == 0 if isinstance(folder, Url) else keeps(folder, watch)
     watch.at("capturing")
-    if keeper and stream:
-        fill_stores(recipe, target, wants, {name: split for name, split in rows.items() if name != "train"}, console)
-    elif keeper:
-        capture(recipe, target=target, rows=rows, console=console)
+    whole = {name: split for name, split in rows.items() if not (stream and name == "train")}
+    if keeper:
+        fill_stores(recipe, target, wants, whole, console)
     watch.share("features")
     stores: dict[str, FeatureStore | FeatureStream] = {
-        name: FeatureStore(folder / name, rows=split.rows, wants=wants)  # every rank checks what it reads
-        for name, split in rows.items()
-        if not (stream and name == "train")
+        name: open_store(recipe, target, wants, split.rows, name)  # every rank checks what it reads
+        for name, split in whole.items()
     }
     if stream:
         stores["train"] = open_stream(recipe, target, wants, rows["train"].rows, watch.rank, console)

@@ -177,14 +177,14 @@ def test_another_head_is_refused_before_the_target_is_loaded(base, run, backend,
     ],
 )
 def test_refused_before_capture(base, run, backend, monkeypatch, head, message):
-    monkeypatch.setattr(setup, "capture", lambda *_, **__: pytest.fail("captured first"))
+    monkeypatch.setattr(setup, "fill_stores", lambda *_, **__: pytest.fail("captured first"))
     with pytest.raises(RecipeError, match=message):
         setup.prepare_run(again(base, run, **head), backend, quiet())
 
 
 def test_another_targets_head_and_vocabulary_are_refused(base, run, backend, tmp_path, monkeypatch):
     """Its ids are another tokenizer's: neither kept nor matched by number."""
-    monkeypatch.setattr(setup, "capture", lambda *_, **__: pytest.fail("captured first"))
+    monkeypatch.setattr(setup, "fill_stores", lambda *_, **__: pytest.fail("captured first"))
     tiny.save(tmp_path / "wide", vocab_size=400)
     tiny.save(tmp_path / "tokens", template=None)
     tiny.tokenizer(vocab_size=300).save_pretrained(tmp_path / "tokens")
