@@ -410,6 +410,13 @@ def test_a_malformed_prompt_file_gets_no_advice_that_the_command_does_not_have(p
         CliRunner().invoke(app, ["inspect", recipe, f"data.train=[{bad}]"], catch_exceptions=False)
 
 
+def test_the_usual_order_begins_with_the_target():
+    verbs = [
+        line.split()[1] for line in CliRunner().invoke(app, ["--help"]).output.splitlines() if "headtrain " in line
+    ]
+    assert verbs[:3] == ["convert", "inspect", "train"]
+
+
 def test_every_option_of_every_verb_says_what_it_is():
     import typer
 
