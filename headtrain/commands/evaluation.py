@@ -282,6 +282,11 @@ def _stored(run: Path | None, recipe: Recipe | None, target: str | None, ks: lis
     loaded = load_for(target_section(target, recipe), run)
     require_same_target(metadata, loaded.identity, where)
     store = FeatureStore(folder, wants=head.wants())
+    if lines := store.manifest.target.differences(loaded.identity):
+        raise RecipeError(
+            f"{folder} holds another target's features (stored against given):\n  " + "\n  ".join(lines) + "\n"
+            "Give --target of the stored ones, or capture again to another features.dir"
+        )
     head.attach(loaded.weights())
     try:
         drafter = HeadDrafter(head.to(loaded.device), trained_depth=metadata.head.depth)

@@ -138,6 +138,20 @@ def test_stored_rows_need_no_decoding(place, tmp_path, monkeypatch):
     assert len(Sweep.read(tmp_path / "eval-stored.json").cases[0].results) == 2
 
 
+def test_stored_rows_of_another_target_are_refused(place, tmp_path):
+    """Somebody captured another target's features to where the run's were."""
+    shutil.copytree(place / "medusa", tmp_path / "run", ignore=shutil.ignore_patterns("eval.*"))
+    recipe = tmp_path / "run" / "recipe.yaml"
+    of = load_recipe(recipe, [f"features.dir={tmp_path / 'features'}"])
+    recipe.write_text(yaml.safe_dump(of.model_dump(mode="json")))
+    of.target.path = str(place / "other")
+    capture(of)
+    words = ["eval", str(tmp_path / "run"), "--k", "1", "--mode", "stored"]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, RecipeError) and "holds another target's features" in str(result.exception)
+    assert "target weights" in str(result.exception)
+
+
 @pytest.mark.parametrize("decoded", ["first", "last", "never"])
 def test_no_mode_overwrites_what_was_decoded(place, tmp_path, decoded):
     """Every file that a decoded evaluation wrote stays, byte by byte, and is what all readers take."""
