@@ -132,6 +132,7 @@ def sleep_through(rank: int, reason: str) -> None:
     with watched() as run:
         run.share("all are there")
         if rank == 1:
+            time.sleep(1)  # until rank 0 sleeps, too
             raise Stopped("(stop)") if reason == "stop" else ValueError("(failure)")
         while True:
             with contextlib.suppress(BaseException):
