@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import sys
+from collections import Counter
 
 import checkpoint_families
 import pytest
@@ -19,6 +20,7 @@ from headtrain.target.load import load_target
 from headtrain.train import lora
 from headtrain.train.backend import Backend
 from headtrain.train.checkpoint import CheckpointError
+from headtrain.train.replicated import HeadLoss
 from headtrain.train.setup import prepare_run
 from headtrain.train.trainer import train
 from headtrain.types import Batch, Wants
@@ -212,3 +214,14 @@ def test_adapts_a_trained_head_and_resumes_bit_for_bit(target, tmp_path, backend
     again = recipe(target.folder, data, tmp_path / "whole", **{**more, "lora": {"r": 2}})
     with pytest.raises(CheckpointError, match="train.lora.r: 4 in the checkpoint, 2 now"):
         train(again, setup, backend)
+
+
+def test_an_adapted_weight_is_computed_once_a_micro_batch(target):
+    """However often a head reads it: in every chunk of a loss, at every depth."""
+    head, batch, calls = build(target, "eagle3"), Batch.pack(ROWS), Counter()
+    lora.inject(head, SECTION, seed=0)
+    sums = [(name, module) for name, module in head.named_modules() if type(module).__name__ == "_Sum"]
+    for name, module in sums:
+        module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    HeadLoss(head)(batch, target.features(batch, head.wants()), target.teacher(), head.wants().depth)
+    assert calls == {name: 1 for name, _ in sums}

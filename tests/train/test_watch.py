@@ -14,6 +14,7 @@ import ranks
 
 from headtrain.train import watch
 from headtrain.train.board import Board, End, RankError
+from headtrain.train.nodes import same_everywhere
 from headtrain.train.watch import Stopped, Watch
 
 
@@ -46,8 +47,10 @@ def test_a_rank_that_has_left_is_not_missed(tmp_path):
 def leave_early(rank: int) -> None:
     with watched() as run:
         run.share("all are there")
+        began = time.monotonic()
         if rank == 0:
             time.sleep(4)
+    assert rank == 0 or time.monotonic() - began < 2  # nor does it wait for those that stay
 
 
 def test_one_that_is_killed_while_others_wait_for_it_is_named(tmp_path):
@@ -157,7 +160,8 @@ def break_off(rank: int) -> None:
     try:
         with run:
             run.share("all are there")
-            if rank == 0:
+            if rank == 0:  # its launcher, which sees that rank 1 ends, tells it to end, too
+                threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
                 raise RuntimeError("gloo: Connection closed by peer")
             time.sleep(1)
             raise ValueError("a strange row")
@@ -198,3 +202,53 @@ def hear(rank: int) -> None:
             assert time.monotonic() < end
             time.sleep(0.05)
         run.listen(set())
+
+
+def test_who_differs_is_named_with_what_it_has():
+    class Four(Watch):
+        def share(self, name, value=""):
+            return ["a", "a", "b", "c"]
+
+    line = same_everywhere("the data", "a", Four(rank=0, world=1))
+    assert line == "the data: rank 0 has a, rank 2, 3 has b"
+
+
+@pytest.mark.parametrize("dead, message", [(0, "rank 0 ("), (1, "rank 1 (")])
+def test_a_busy_rank_is_told_who_died(tmp_path, dead, message):
+    """It asks for nothing itself meanwhile. Rank 0 takes the rendezvous with it."""
+    codes = ranks.finish(ranks.start_ranks(die_beside, 2, tmp_path, dead), 50.0)
+    assert codes[dead] == -signal.SIGKILL and codes[1 - dead] == 3
+    assert message in (tmp_path / f"rank-{1 - dead}.log").read_text()
+
+
+def die_beside(rank: int, dead: int) -> None:
+    try:
+        with watched() as run:
+            run.share("all are there")
+            if rank == dead:
+                time.sleep(1)
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+    except RankError as error:
+        print(error)
+        sys.exit(3)
+
+
+def test_an_error_after_another_rank_s_end_is_said_to_follow_from_it(tmp_path):
+    assert started(fail_later, tmp_path) == [3, 1]
+    assert "failed: ValueError: a strange row" in (tmp_path / "rank-0.log").read_text()
+
+
+def fail_later(rank: int) -> None:
+    try:
+        with watched() as run:
+            run.share("all are there")
+            if rank == 1:
+                time.sleep(1)
+                raise ValueError("a strange row")
+            with contextlib.suppress(RankError):  # a library that swallows it, and fails itself
+                time.sleep(60)
+            raise OSError("half a file")
+    except RankError as error:
+        print(error)
+        sys.exit(3)
