@@ -303,3 +303,12 @@ def test_a_moment_without_the_storage_ends_no_worker(place):
 
 def _written(place, of: Workers) -> Worker:
     return Worker.model_validate_json((place / f"worker-{of.me.id}.json").read_bytes())
+
+
+def test_a_training_that_finished_and_is_gone_did_not_die(place):
+    """Its last word is kept for the captures that have not read it yet."""
+    past = Workers(Local(place), "training", console(), 60.0)
+    past.me.started = "1"
+    past.tell(finished=True)
+    with worker(place) as me:
+        assert [one.finished for one in me.look()] == [False, True] and said(me) == ""
