@@ -35,11 +35,11 @@ def packaged() -> Path:
     return Path(found.submodule_search_locations[0]) / "data" / NAME
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="JSONL to write")
     parser.add_argument("--json", type=Path, help=f"{NAME}, instead of the package's")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
     with gzip.open(ANSWERS, "rt", encoding="utf-8") as file:
         answers = {line["id"]: line for line in map(json.loads, file)}

@@ -199,9 +199,10 @@ def sound(run: Path) -> tuple[set[str], int]:
 
 
 def files(run: Path) -> dict[str, str]:
-    """Name -> what it holds, of all that a run leaves, without times and the last signs of life of killed captures."""
+    """Name -> what it holds, of all that a run leaves, without times and the last signs of life of killed captures
+    (also half-written: nobody reads those, and nobody can tell them from one that is being written)."""
     out = {}
-    for path in sorted(p for p in run.rglob("*") if p.is_file() and not p.match("worker-*.json")):
+    for path in sorted(p for p in run.rglob("*") if p.is_file() and not p.match("worker-*")):
         text = path.read_bytes()
         if path.name == "metrics.jsonl":
             lines = [json.loads(line) for line in text.splitlines()]
