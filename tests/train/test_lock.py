@@ -126,6 +126,7 @@ def test_training_holds_the_lock_from_capture_to_the_end(tmp_path, monkeypatch):
     import typer  # isort: skip
 
     recipe = {"name": "x", "target": {"path": "t"}, "data": {"train": ["a"]}, "head": {"kind": "medusa"}}
+    recipe |= {"train": {"precision": "fp32"}}  # accelerate keeps one for the process: auto may be another than before
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe | {"output": str(tmp_path / "run")}))
     seen = []
 
