@@ -16,11 +16,11 @@ import gzip
 import hashlib
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 
 from headtrain.data.sources import read_conversations
+from headtrain.metadata import write_text
 
 ANSWERS = Path(__file__).parent.parent / "data" / "sharegpt" / "answers.jsonl.gz"
 NAME = "ShareGPT_V3_unfiltered_cleaned_split.json"
@@ -56,9 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not rows:
         sys.exit(f"none of the {len(answers)} answers belongs to a conversation of {args.json or packaged()}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    part = args.out.with_name(args.out.name + ".tmp")
-    part.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    os.replace(part, args.out)
+    write_text(args.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     missing = f"; {len(answers)} answers without their prompt" if answers else ""
     print(f"{len(rows)} rows in {args.out}{missing}")
 

@@ -232,7 +232,7 @@ def produce(
             workers.console.print(
                 f"{writer.storage}: captured ahead as far as {human(budget)} go; waits for training", markup=False
             )
-        if not running and time.monotonic() - since > wait:
+        if time.monotonic() - since > wait:
             died = f" ({workers.dead[-1]})" if workers.dead else ""
             raise StoreError(
                 f"{writer.storage}: no training has been reading for {wait:g} s{died}; start it, and this again: what "

@@ -193,12 +193,12 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
             numbers = range((step - 1) * settings.accumulation, step * settings.accumulation)
             mine = [g for g in numbers if g % backend.world == backend.rank]
             slots = math.ceil(settings.accumulation / backend.world)  # as many on all ranks: they exchange in each
-            for slot in range(slots):
+            for slot, g in enumerate([*mine, *[None] * (slots - len(mine))], start=1):
                 # alone, finishing the micro-batch at hand is enough; ranks stop together, after the exchange below
                 if stop.requested and backend.world == 1:
                     stop.agreed = True
                     break
-                item = next(stream, None) if slot < len(mine) else nothing(head)
+                item = nothing(head) if g is None else next(stream, None)
                 if item is None:  # told to stop while waiting for features
                     short = True
                     if backend.world == 1:
@@ -208,9 +208,9 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
                 batch, features = item
                 console.cost_of(partial(head.flops, batch))
                 micro = batch.to(backend.device), features.to(backend.device)
-                seed = micro_seed(settings.seed, mine[slot] if slot < len(mine) else numbers.stop)
-                sums = sums + backend.backward(micro, teacher, depth, seed, slot == slots - 1)
-                packed += len(batch) if slot < len(mine) else 0
+                seed = micro_seed(settings.seed, numbers.stop if g is None else g)
+                sums = sums + backend.backward(micro, teacher, depth, seed, slot == slots)
+                packed += 0 if g is None else len(batch)
             if stop.agreed:
                 break  # the part of a gradient that is there is dropped; the resumed run makes it again
 
@@ -361,14 +361,15 @@ def too_many_bad(counters: Counters, root: Path) -> str:
 
 
 def nothing_supervised(steps: int, head: DraftHead) -> str:
-    drafted = (
-        ""
-        if head.shape.vocab_size == (size := head.draft_vocab_size)
-        else (f", or the target chooses none of the {size:,} tokens of the draft vocabulary (head.draft_vocab_size)")
-    )
+    reasons = "the rows' answers are too short for their loss mask to leave anything"
+    if head.draft_ids is not None:
+        size = head.draft_vocab_size
+        reasons += (
+            f", or the target chooses none of the {size:,} tokens of the draft vocabulary (head.draft_vocab_size)"
+        )
     return (
-        f"{steps} steps in a row supervised no position, so nothing is learned: the rows' answers are too short for "
-        f"their loss mask to leave anything{drafted}. `headtrain inspect RECIPE` shows what is supervised"
+        f"{steps} steps in a row supervised no position, so nothing is learned: {reasons}. `headtrain inspect RECIPE` "
+        "shows what is supervised"
     )
 
 
