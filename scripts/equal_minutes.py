@@ -26,7 +26,7 @@ from headtrain.config import load_recipe
 from headtrain.evaluate.results import STORED
 from headtrain.evaluate.sweep import FILES
 
-TRIAL_STEPS = 6  # of each stage, the first of which is warm-up and not counted
+TRIAL_STEPS = 16  # of each stage, the first of which is warm-up and not counted; fewer are too noisy
 
 
 @dataclass

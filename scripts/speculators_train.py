@@ -12,8 +12,9 @@ It needs an environment of its own, where nothing of speculators is replaced:
 From speculators come the configuration with its defaults, the draft model and its start, shifts, packing, loss,
 metrics, optimizers and the form on disk. Written here are three things: the reader of the store; the loop, since
 their Trainer moves the model to a CUDA device; and the schedule, which is theirs as a function of the share of
---minutes or --steps that is used. Hidden states stay float32 and the attention is SDPA: their default, flex attention,
-has no backward on a CPU, and neither have their fused losses (Triton), so the losses are their eager ones.
+--minutes or --steps that is used. Hidden states are read as float32, with their autocast to bf16 where --precision asks
+for it (a CPU without bf16 instructions is several times slower with it). The attention is SDPA: their default, flex
+attention, has no backward on a CPU, and neither have their fused losses (Triton), so the losses are their eager ones.
 
 Minutes count training only: reading rows and packing them, but neither loading nor the measurement at the end.
 """
@@ -41,9 +42,11 @@ sys.path.insert(0, str(ROOT))
 from headtrain import vocab  # noqa: E402
 from headtrain.capture import count_tokens  # noqa: E402
 from headtrain.data.store import FeatureStore, StoreError  # noqa: E402
+from headtrain.heads.eagle3 import default_layers  # noqa: E402
 from headtrain.heads.io import DRAFT_IDS, FILE, read_tensors  # noqa: E402
 from headtrain.metadata import MetadataError  # noqa: E402
 from headtrain.shift import pair_mask  # noqa: E402
+from headtrain.types import Wants  # noqa: E402
 
 try:
     import loguru
@@ -93,12 +96,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ttt-decay", type=float, default=1.0, help="weight of step s is this^s (default 1, theirs)")
     parser.add_argument("--loss", default="kl_div", help="kl_div (default), rkl, jsd, ce, tv, nla, lk_hybrid, or JSON "
                         "with weights as speculators reads it")  # fmt: skip
+    parser.add_argument("--layers", type=int, nargs=3, help="hidden_states that the draft reads, of those in the store "
+                        "(default 2, n//2, n-3)")  # fmt: skip
     parser.add_argument("--vocab-size", type=int, default=6144, help="draft vocabulary (default 6144): the tokens most "
                         "often drafted in the training rows; the target's size or more: all")  # fmt: skip
     parser.add_argument("--vocab-from", type=Path, help="take the draft vocabulary of this headtrain checkpoint, or "
                         "count in this store instead of the training rows")  # fmt: skip
     parser.add_argument("--train-lm-head", action="store_true", help="NOT speculators': it keeps the draft's lm_head "
                         "at the target's rows, frozen. Trained from there, with the norms' optimizer")  # fmt: skip
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: under autocast, as their "
+                        "trainer does; for CPUs with AMX or AVX512_BF16 (default fp32)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--threads", type=int, default=2, help="of PyTorch (default 2)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="any other "
@@ -158,9 +165,9 @@ class StoreDataset(BaseDataset):
 def loader(dataset: StoreDataset, args: argparse.Namespace) -> DataLoader:
     """Their packing and padding: batches of exactly --batch-tokens positions."""
     sampler = MultipackDistributedBatchSamplerV2(args.batch_tokens, dataset.approx_lengths, 1, 0, seed=args.seed)
-    manifest = dataset.store.manifest
+    store = dataset.store
     collate = CollateFn(
-        args.batch_tokens, manifest.hidden_size, len(manifest.layers), dtype=torch.float32, preprocess=shift_batch
+        args.batch_tokens, store.manifest.hidden_size, len(store.wants.layers), dtype=torch.float32, preprocess=shift_batch
     )
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
 
@@ -287,7 +294,8 @@ def train(model: SpeculatorModel, data: DataLoader, args: argparse.Namespace, ow
             group["lr"] = group["initial_lr"] * factor
         batch = next(batches)
         at.append(clock())
-        _, loss, metrics = model(**batch, **call)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
+            _, loss, metrics = model(**batch, **call)
         at.append(clock())
         for optimizer in steppers:
             optimizer.zero_grad()
@@ -345,13 +353,12 @@ def run(args: argparse.Namespace) -> None:
     loguru.logger.disable("speculators")
     warnings.filterwarnings("ignore", module="speculators")
     disable_progress_bar()
-    rows, held_out = FeatureStore(args.train), FeatureStore(args.eval)
+    layers = tuple(args.layers or default_layers(FeatureStore(args.train).manifest.target.shape["num_layers"]))
+    rows, held_out = (FeatureStore(folder, wants=Wants(layers=layers)) for folder in (args.train, args.eval))
     manifest = rows.manifest
-    if manifest.layers != held_out.manifest.layers or manifest.target.differences(held_out.manifest.target):
-        raise UsageError(f"{args.train} and {args.eval} hold features of other layers or of another target")
-    if len(manifest.layers) != 3:
-        raise UsageError(f"{args.train} holds layers {manifest.layers}: EAGLE-3 reads three")
-    ids, own = draft_ids(args, rows), settings(args, manifest.layers)
+    if manifest.target.differences(held_out.manifest.target):
+        raise UsageError(f"{args.train} and {args.eval} hold features of another target")
+    ids, own = draft_ids(args, rows), settings(args, list(layers))
     set_seed(own.seed)
     model = build(own, ids, manifest.target.shape["vocab_size"])
     if model.hidden_size != manifest.hidden_size:
