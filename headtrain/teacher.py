@@ -47,6 +47,7 @@ class Teacher:
         """The same teacher over the rows ``ids`` [Vd] only (a copy of those rows)."""
         return Teacher(self.weight[ids], None if self.bias is None else self.bias[ids], self.scale, self.softcap)
 
-    def to(self, device: torch.device | str) -> Teacher:
-        bias = None if self.bias is None else self.bias.to(device)
-        return Teacher(self.weight.to(device), bias, self.scale, self.softcap)
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Teacher:
+        """The same teacher elsewhere. dtype: that its products run in; None: as it is."""
+        bias = None if self.bias is None else self.bias.to(device, dtype)
+        return Teacher(self.weight.to(device, dtype), bias, self.scale, self.softcap)

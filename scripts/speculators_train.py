@@ -167,7 +167,11 @@ def loader(dataset: StoreDataset, args: argparse.Namespace) -> DataLoader:
     sampler = MultipackDistributedBatchSamplerV2(args.batch_tokens, dataset.approx_lengths, 1, 0, seed=args.seed)
     store = dataset.store
     collate = CollateFn(
-        args.batch_tokens, store.manifest.hidden_size, len(store.wants.layers), dtype=torch.float32, preprocess=shift_batch
+        args.batch_tokens,
+        store.manifest.hidden_size,
+        len(store.wants.layers),
+        dtype=torch.float32,
+        preprocess=shift_batch,
     )
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
 

@@ -127,7 +127,8 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
         (run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
 
     backend.prepare(joint or head)
-    teacher = teacher.to(backend.device)
+    # labels as a bf16 target computes them: a head that trains no lm_head would spend most of a step on an fp32 one
+    teacher = teacher.to(backend.device, torch.bfloat16 if backend.precision == "bf16" else None)
     optimizer = backend.optimizer(head, settings, joint.adapter.named() if joint else None)
     optimizer.load_state(state)
     if settings.trackers:

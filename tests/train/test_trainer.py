@@ -244,3 +244,22 @@ def test_steps_from_epochs():
     assert total_steps(settings, 40) == 25
     assert total_steps(settings, 1) == 1
     assert micro_seed(0, 1) != micro_seed(1, 0) and 0 <= micro_seed(7, 10**9) < 2**32
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_teacher_computes_in_the_training_precision(tmp_path, backend, monkeypatch, precision, dtype):
+    """A bf16 run must not pay for fp32 products of the target's lm_head; an fp32 one must not lose its digits."""
+    seen = []
+    monkeypatch.setattr(backend, "precision", precision)
+    monkeypatch.setattr(toyhead.Toy, "loss", _watched(toyhead.Toy.loss, seen))
+    recipe = toyhead.recipe(tmp_path / "run", steps=2)
+    train(recipe, toyhead.setup(recipe, backend), backend)
+    assert seen and set(seen) == {dtype}
+
+
+def _watched(loss, seen):
+    def watched(self, batch, features, teacher, depth):
+        seen.append(teacher.weight.dtype)
+        return loss(self, batch, features, teacher, depth)
+
+    return watched
