@@ -81,6 +81,13 @@ def evaluate(
             "stored: teacher-forced on the run's stored rows, seconds"
         ),
     ] = "decode",
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            help="stored: rows of another head of this target, such as those a peer's imported head is compared on: a "
+            "features folder with eval or train in it; default: the run's own"
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="of each text; default: the recipe's eval.max_new_tokens, or 128")
     ] = None,
@@ -119,6 +126,7 @@ def evaluate(
     \b
     headtrain eval runs/quickstart
     headtrain eval runs/quickstart --k 1,2,3,4,5,8 --mode replay
+    headtrain eval imported/head --mode stored --features runs/quickstart/features --target targets/mine
     headtrain eval runs/quickstart --k 3,5 --tree 15,31 --drafter head --drafter ngram --temperature 0,0.7
     headtrain eval --target targets/mine --prompts data/heldout --drafter prompt-lookup --drafter model:targets/small
     headtrain eval --server http://localhost:8000 --prompts data/heldout --baseline plain/server.json --slo-tpot-ms 20
@@ -129,6 +137,8 @@ def evaluate(
         raise RecipeError("--acceptance typical: only by decoding here (--mode decode, no --server)")
     if run is not None:
         existing(run)
+    if features is not None and mode != STORED:
+        raise RecipeError(f"--features {features}: stored rows are read by --mode stored alone, not by {mode}")
     _refuse_ignored(
         mode,
         server,
@@ -180,7 +190,7 @@ def evaluate(
     ks = k if k is not None else str(pick("k", None, 5))
     chains = [] if ks == "0" else numbers("--k", ks, int, 1)
     if mode == STORED:
-        sweep = _stored(run, recipe, target, chains, limit_per_route)
+        sweep = _stored(run, recipe, target, features, chains, limit_per_route)
     elif mode in (DECODE, REPLAY):
         wanted = _Wanted(
             drafters=drafter or (["head"] if run else []),
@@ -267,14 +277,16 @@ def _refuse_ignored(mode: str, server: str | None, drafting: dict, stored: dict,
         raise RecipeError(f"{what} does not use {', '.join(given)}: leave it out, or evaluate in another mode")
 
 
-def _stored(run: Path | None, recipe: Recipe | None, target: str | None, ks: list[int], limit: int | None) -> Sweep:
+def _stored(
+    run: Path | None, recipe: Recipe | None, target: str | None, features: Path | None, ks: list[int], limit: int | None
+) -> Sweep:
     from ..data.store import FeatureStore
 
     if run is None:
         raise RecipeError("--mode stored: give the RUN whose head and stored rows are meant")
-    if recipe is None:
-        raise RecipeError(f"--mode stored: {run} has no recipe.yaml that says where its features are")
-    folders = [recipe.features_dir / split for split in ("eval", "train")]
+    if features is None and recipe is None:
+        raise RecipeError(f"--mode stored: {run} has no recipe.yaml that says where its features are; give --features")
+    folders = [(features or recipe.features_dir) / split for split in ("eval", "train")]
     folder = next((f for f in folders if f.is_dir()), None)
     if folder is None:
         raise RecipeError(f"no stored features at {folders[0]} or {folders[1]}: `headtrain capture` makes them")

@@ -26,6 +26,7 @@ from headtrain.export.core import export_head
 from headtrain.heads.catalog import build_head, parse_head
 from headtrain.heads.io import head_metadata, save_head
 from headtrain.target.load import load_target
+from headtrain.train.checkpoint import find_sound
 from headtrain.train.lock import run_lock
 
 WORDS = ["quick", "brown", "fox", "lazy", "dog", "target", "model", "reads", "hidden", "state", "draft", "head"]
@@ -136,6 +137,20 @@ def test_stored_rows_need_no_decoding(place, tmp_path, monkeypatch):
             assert 1 + sum(x.committed for x in r.rounds) == r.speculative.tokens
     run(place / "medusa", "--k", "1", "--mode", "stored", "--limit-per-route", 2, "--out", tmp_path)
     assert len(Sweep.read(tmp_path / "eval-stored.json").cases[0].results) == 2
+
+
+def test_a_head_without_a_recipe_is_measured_on_the_rows_of_another(place, tmp_path):
+    """As an imported head of a peer is: the same rows give the same figures as its own run's."""
+    run(place / "eagle", "--k", "2", "--mode", "stored", "--out", tmp_path / "own")
+    alone = find_sound(place / "eagle")
+    shutil.copytree(alone, tmp_path / "head")
+    words = ["eval", str(tmp_path / "head"), "--k", "2", "--mode", "stored", "--out", str(tmp_path / "given")]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, RecipeError) and "give --features" in str(result.exception)
+    words += ["--features", str(place / "eagle" / "features"), "--target", str(place / "target")]
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    own, given = (Sweep.read(tmp_path / name / "eval-stored.json") for name in ("own", "given"))
+    assert own.cases[0].results == given.cases[0].results and own.simulated == given.simulated
 
 
 def test_stored_rows_of_another_target_are_refused(place, tmp_path):
@@ -388,6 +403,8 @@ def test_baselines_alone(place, tmp_path):
         (["--target", "{target}", "--prompts", "{prompts}", "--drafter", "head"], RecipeError, "give the RUN"),
         (["--target", "{target}", "--drafter", "ngram"], RecipeError, "no prompts"),
         (["--target", "{target}", "--mode", "stored"], RecipeError, "give the RUN"),
+        (["{eagle}", "--features", "{prompts}"], RecipeError, "read by --mode stored alone, not by decode"),
+        (["{eagle}", "--mode", "stored", "--features", "{prompts}"], RecipeError, "no stored features at"),
     ],
 )
 def test_what_cannot_be_evaluated_says_why(place, tmp_path, arguments, error, message, monkeypatch):
