@@ -238,7 +238,7 @@ def mtp_hidden(head, batch: Batch, final: Tensor, depth: int, own: bool, shares=
 
 def judged(head, batch: Batch, final: Tensor, lm_head: Tensor, hidden: list[Tensor], row_loss: Callable):
     """Sums over the pairs that count. row_loss(s, seen [T, H], logits [T, Vd], target's logits of the drafted token
-    [T, V], drafted tokens [T]) -> (loss [T], trains [T] bool, weighted total [T])."""
+    [T, V], drafted tokens [T]) -> (loss [T], trains [T] bool, its part of the total [T], which may train others)."""
     ids = torch.arange(V) if head.draft_ids is None else head.draft_ids
     own = dict(head.named_parameters()).get("lm_head.weight")
     weight = lm_head[ids] if own is None else own
@@ -251,7 +251,7 @@ def judged(head, batch: Batch, final: Tensor, lm_head: Tensor, hidden: list[Tens
         logits, p = linear(seen, weight), ahead(target_logits, 1 + s)
         loss, trains, weighted = row_loss(s, seen, logits, p, ahead(batch.ids, 2 + s))
         trains = trains & pair
-        total = total + weighted[trains].sum()
+        total = total + weighted[pair].sum()
         hit = (ids[logits.argmax(-1)] == p.argmax(-1)) & pair
         kept = torch.minimum(torch.softmax(p, -1)[:, ids], torch.softmax(logits, -1)).sum(-1)
         offered = alive & pair
@@ -271,17 +271,17 @@ def judged(head, batch: Batch, final: Tensor, lm_head: Tensor, hidden: list[Tens
 
 def eagle1(head, batch: Batch, final: Tensor, lm_head: Tensor, depth: int, steps: int):
     """The losses of the first ``steps`` of ``depth`` steps, term by term from EAGLE's section 4.2 and HASS's 3.1."""
-    cfg = head.config
+    cfg, ids = head.config, torch.arange(V) if head.draft_ids is None else head.draft_ids
 
     def row_loss(s, seen, logits, p, tokens):
-        q, soft = torch.log_softmax(logits, -1), torch.softmax(p, -1)
+        q, soft, trains = torch.log_softmax(logits, -1), torch.softmax(p[:, ids], -1), torch.isin(p.argmax(-1), ids)
         cross = -(soft * q).sum(-1)
         error = (seen - ahead(final, 1 + s)).abs()
         smooth = torch.where(error < 1, 0.5 * error**2, error - 0.5).mean(-1)
-        best = soft.topk(min(cfg.topk, V), -1).indices
+        best = soft.topk(min(cfg.topk, len(ids)), -1).indices
         distilled = -(soft * q).gather(-1, best).sum(-1)
-        each = cfg.regression_weight * smooth + cfg.classification_weight * cross + cfg.topk_weight * distilled
-        return cross, torch.ones_like(tokens, dtype=torch.bool), each * (s < steps)
+        words = cfg.classification_weight * cross + cfg.topk_weight * distilled
+        return cross, trains, (cfg.regression_weight * smooth + words * trains) * (s < steps)
 
     return judged(head, batch, final, lm_head, eagle1_hidden(head, batch, final, depth), row_loss)
 
@@ -299,7 +299,7 @@ def mtp(head, batch: Batch, final: Tensor, lm_head: Tensor, depth: int, own: boo
             loss = -q.gather(-1, place[:, None])[:, 0]
         else:
             loss = -(torch.softmax(p[:, ids], -1) * q).sum(-1)
-        return loss, trains, weights[s] * loss
+        return loss, trains, weights[s] * loss * trains
 
     shares: list[Tensor] = []
     sums = judged(head, batch, final, lm_head, mtp_hidden(head, batch, final, depth, own, shares), row_loss)

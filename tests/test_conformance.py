@@ -24,6 +24,7 @@ VARIANTS = {
     "eagle1": [  # noise would make two runs differ: it has tests of its own
         {"depth": 3, "noise": 0.0},
         {"depth": 3, "steps": 2, "topk_weight": 1.0, "bias": True, "noise": 0.0},
+        {"depth": 2, "draft_vocab_size": 64, "noise": 0.0},
     ],
     "eagle3": [{"depth": 3, "draft_vocab_size": 64}, {"depth": 2, "draft_vocab_size": None, "fc_norm": True}],
     "mtp": [

@@ -43,6 +43,7 @@ class Eagle1Config(HeadConfig):
     loss: SoftLoss = "kl"
     topk: int = Field(10, ge=1, description="HASS: tokens of the top-k loss")
     topk_weight: float = Field(0.0, ge=0, description="HASS: weight of the top-k loss (1.0 in the paper)")
+    draft_vocab_size: int | None = Field(None, ge=1, description="draft these many frequent tokens; null: all")
 
     @model_validator(mode="after")
     def _trains_no_deeper_than_it_drafts(self) -> Eagle1Config:
@@ -65,6 +66,11 @@ class Eagle1(RecurrentHead):
     @property
     def block(self) -> Block:
         return self.layers[0]
+
+    @classmethod
+    def uses_draft_vocab(cls, config: Eagle1Config, shape: TargetShape) -> int | None:
+        size = config.draft_vocab_size
+        return None if size is None or size >= shape.vocab_size else size
 
     def wants(self) -> Wants:
         return Wants(layers=(), final="all", depth=self.config.depth)
@@ -107,14 +113,19 @@ class Eagle1(RecurrentHead):
         pairs = align_pairs(pairs, start)
         where = torch.searchsorted(features.final_at, start + 1)
         final, config = features.final[where].detach(), self.config  # labels, also where the target is trained, too
-        targets = SoftTargets(final, teacher, features.argmax[where], features.lse[where])
+        greedy, teacher = features.argmax[where], self.restricted(teacher)
+        if self.to_draft is not None:
+            greedy = self.to_draft[greedy]
+        targets = SoftTargets(final, teacher, greedy, features.lse[where])
         weight = torch.zeros(unrolled)
         weight[:trained] = config.classification_weight
         sums = vocab_loss(hidden, [self.lm_head_weight()], targets, pairs, weight, loss=config.loss)
         hidden, pairs = hidden[:trained], pairs[:trained]
         sums.total = sums.total + config.regression_weight * _smooth_l1(hidden, final, pairs)
         if config.topk_weight:
-            distilled = _TopK.apply(hidden, self.lm_head_weight(), teacher, final, pairs, config.topk)
+            distilled = _TopK.apply(
+                hidden, self.lm_head_weight(), teacher, final, pairs & targets.trains(), config.topk
+            )
             sums.total = sums.total + config.topk_weight * distilled
         return sums
 
@@ -131,7 +142,7 @@ class Eagle1(RecurrentHead):
 
     @property
     def lm_macs(self) -> int:
-        return self.shape.hidden_size * self.shape.vocab_size
+        return self.shape.hidden_size * self.draft_vocab_size
 
     def kept_values(self, tokens: int, supervised: int, depth: int) -> int:
         return super().kept_values(tokens, supervised, min(depth, self.config.steps))
@@ -161,7 +172,7 @@ def _smooth_l1(hidden: Tensor, final: Tensor, pairs: Tensor) -> Tensor:
 
 class _TopK(torch.autograd.Function):
     """HASS's top-k distillation (section 3.1): -sum over the target's k likeliest tokens x of p(x) log q(x), p and q
-    over the whole vocabulary; the sum over pairs. forward(hidden [S, N, H], weight [V, H] frozen, teacher, final
+    over the draft vocabulary; the sum over pairs. forward(hidden [S, N, H], weight [Vd, H] frozen, teacher, final
     [N, H], pairs [S, N], k). Chunked as ``losses`` is: the gradient is formed in the forward pass."""
 
     @staticmethod

@@ -21,6 +21,7 @@ from .forms import (
     Form,
     Launch,
     check_llama,
+    drafts_everything,
     foreign_llama,
     launch_sglang,
     launch_vllm,
@@ -71,6 +72,8 @@ def spec(head, dialect: str) -> ExportSpec:
     if dialect not in FORMS:
         raise KeyError(dialect)
     shape, bias = head.shape, head.config.bias
+    if problem := drafts_everything(head):
+        raise ValueError(f"an engine cannot serve {problem}")
     if dialect == "vllm" and bias:  # seen in 0.32: no error, and nothing is accepted as trained
         raise ValueError("vLLM drops fc.bias without a word; train with head.bias=false")
     config = {"architectures": [ARCHITECTURES[dialect]], **llama_sizes(shape, head.intermediate)}

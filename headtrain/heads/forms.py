@@ -221,3 +221,11 @@ def foreign_llama(config: dict[str, Any], shape: TargetShape, notes: list[str]) 
         **given,
         **rope_forms(rope),
     }
+
+
+def drafts_everything(head) -> str:
+    """What to say of a draft vocabulary where an engine drafts with the target's whole lm_head; empty without one."""
+    if head.draft_ids is None:
+        return ""
+    grow = f"`headtrain vocab RUN --size {head.shape.vocab_size} --out DIR` gives the trained module that, as it is"
+    return f"head.draft_vocab_size={head.draft_vocab_size} (it drafts the whole vocabulary; {grow})"

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..types import TargetShape
 from .base import ExportSpec
 from .experts import Experts
-from .forms import Form, Launch, layer_shapes, llama_sizes, read_rope, rope_forms, shape_of
+from .forms import Form, Launch, drafts_everything, layer_shapes, llama_sizes, read_rope, rope_forms, shape_of
 
 ARCHITECTURE = "MiMoForCausalLM"
 TARGETS = ("llama", "qwen2")
@@ -71,9 +71,8 @@ def spec(head, dialect: str) -> ExportSpec:
         )
     if isinstance(head.block.mlp, Experts):
         problems.append("a mixture of experts in the module (it has a dense layer: head.block=dense)")
-    if head.draft_ids is not None:
-        grow = f"`headtrain vocab RUN --size {shape.vocab_size} --out DIR` gives the trained module that, as it is"
-        problems.append(f"head.draft_vocab_size={head.draft_vocab_size} (it drafts the whole vocabulary; {grow})")
+    if problem := drafts_everything(head):
+        problems.append(problem)
     if config.intermediate_size not in (None, shape.intermediate_size):
         problems.append(f"head.intermediate_size={config.intermediate_size} (the target's: {shape.intermediate_size})")
     if hasattr(head.block.self_attn.q_norm, "weight"):

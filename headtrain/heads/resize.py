@@ -44,11 +44,7 @@ def continue_from(head: DraftHead, trained: DraftHead, where: str) -> int:
 
 def with_draft_ids(trained: DraftHead, ids: Tensor | None, weights: TargetWeights) -> DraftHead:
     """A head like ``trained`` that drafts ``ids`` ([Vd] sorted int64; None: the whole vocabulary), with the target's
-    tensors ``weights`` attached. Raises ValueError for ids that are not of this target and for a head without a draft
-    vocabulary."""
-    kind = trained.config.kind
-    if "draft_vocab_size" not in type(trained.config).model_fields:
-        raise ValueError(f"a {kind} head has no draft vocabulary of its own: it drafts all of the target's tokens")
+    tensors ``weights`` attached. Raises ValueError for ids that are not of this target."""
     if ids is not None:
         vocab.validate(ids, trained.shape.vocab_size)
         ids = ids if ids.numel() < trained.shape.vocab_size else None
@@ -57,5 +53,5 @@ def with_draft_ids(trained: DraftHead, ids: Tensor | None, weights: TargetWeight
     head = build_head(config, trained.shape, ids)
     head.attach(weights)
     head.init_from_target(weights)
-    continue_from(head, trained, f"{kind} head")
+    continue_from(head, trained, f"{trained.config.kind} head")
     return head

@@ -22,6 +22,7 @@ FORMS = {
     "with bias": {"bias": True, "regression_weight": 0.5, "classification_weight": 0.3},
     "hass": {"steps": 3, "topk_weight": 1.0, "topk": 5},
     "all steps": {"steps": 4, "bias": True, "regression_weight": 0.0},
+    "reduced vocabulary": {"draft_vocab_size": 40, "steps": 2, "topk_weight": 1.0, "topk": 5},
 }
 
 
@@ -351,3 +352,12 @@ def test_flops_and_kept_values_grow_with_the_steps_that_train():
     assert one.flops(batch, 5) == one.flops(batch, 1) == three.flops(batch, 1) < three.flops(batch, 5)
     assert one.kept_values(66, 30, 5) < three.kept_values(66, 30, 5)
     assert one.max_depth is None
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang", "hf"])
+def test_a_reduced_vocabulary_is_refused_by_engines_that_draft_the_whole(dialect):
+    head = build_head(
+        parse_head({"kind": "eagle1", "draft_vocab_size": 8}), Target.of(tiny.model()).shape, torch.arange(8)
+    )
+    with pytest.raises(ValueError, match=r"head.draft_vocab_size=8 \(it drafts the whole .*headtrain vocab RUN --size"):
+        head.export_spec(dialect)
