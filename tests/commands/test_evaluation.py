@@ -26,7 +26,6 @@ from headtrain.export.core import export_head
 from headtrain.heads.catalog import build_head, parse_head
 from headtrain.heads.io import head_metadata, save_head
 from headtrain.target.load import load_target
-from headtrain.train.checkpoint import find_sound
 from headtrain.train.lock import run_lock
 
 WORDS = ["quick", "brown", "fox", "lazy", "dog", "target", "model", "reads", "hidden", "state", "draft", "head"]
@@ -142,8 +141,9 @@ def test_stored_rows_need_no_decoding(place, tmp_path, monkeypatch):
 def test_a_head_without_a_recipe_is_measured_on_the_rows_of_another(place, tmp_path):
     """As an imported head of a peer is: the same rows give the same figures as its own run's."""
     run(place / "eagle", "--k", "2", "--mode", "stored", "--out", tmp_path / "own")
-    alone = find_sound(place / "eagle")
-    shutil.copytree(alone, tmp_path / "head")
+    shutil.copytree(
+        place / "eagle", tmp_path / "head", ignore=shutil.ignore_patterns("recipe.yaml", "eval*", "features")
+    )
     words = ["eval", str(tmp_path / "head"), "--k", "2", "--mode", "stored", "--out", str(tmp_path / "given")]
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, RecipeError) and "give --features" in str(result.exception)
