@@ -20,13 +20,15 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from headtrain.config import load_recipe
 from headtrain.evaluate.results import STORED
 from headtrain.evaluate.sweep import FILES
 
-TRIAL_STEPS = 16  # of each stage, the first of which is warm-up and not counted; fewer are too noisy
+TRIAL_STEPS = 20  # of each stage; fewer are too noisy
+WARM_UP_STEPS = 60  # before them, not counted: a shard's first use reads its file and checks its sum
 
 
 @dataclass
@@ -65,8 +67,10 @@ def train(entry: Entry, out: Path, log: Path, *overrides: str) -> list[dict]:
 def steps_for(entry: Entry, minutes: float, out: Path, log: Path) -> int:
     """Optimizer steps that fill ``minutes``, from the seconds of a few steps of each depth."""
     stages = load_recipe(entry.recipe, entry.overrides).train.depth_schedule
-    steps = TRIAL_STEPS * max(1, len(stages))
-    equal = [{"fraction": 1 / len(stages), "depth": stage.depth} for stage in stages]
+    depths = [stage.depth for stage in stages] or [None]
+    steps = WARM_UP_STEPS + TRIAL_STEPS * len(depths)
+    parts = [(WARM_UP_STEPS, depths[0]), *((TRIAL_STEPS, depth) for depth in depths)]
+    trial = [{"fraction": count / steps, "depth": depth} for count, depth in parts]
     lines = train(
         entry,
         out / f"{entry.name}-trial",
@@ -74,10 +78,11 @@ def steps_for(entry: Entry, minutes: float, out: Path, log: Path) -> int:
         f"train.steps={steps}",
         "train.log_every=1",
         "data.eval=[]",
-        *([f"train.depth_schedule={json.dumps(equal)}"] if stages else []),
+        *([f"train.depth_schedule={json.dumps(trial)}"] if stages else []),
     )
     ends = [line["seconds"] for line in lines if line["kind"] == "train"]
-    each = [(ends[first + TRIAL_STEPS - 1] - ends[first]) / (TRIAL_STEPS - 1) for first in range(0, steps, TRIAL_STEPS)]
+    last = [WARM_UP_STEPS + TRIAL_STEPS * number - 1 for number in range(len(depths) + 1)]  # step before each stage
+    each = [(ends[end] - ends[begin]) / TRIAL_STEPS for begin, end in pairwise(last)]
     shares = [stage.fraction for stage in stages] or [1.0]
     return max(1, round(60 * minutes / sum(f * s for f, s in zip(shares, each, strict=True))))
 
