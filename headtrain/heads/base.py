@@ -114,8 +114,10 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     def uses_draft_vocab(cls, config: HeadConfig, shape: TargetShape) -> int | None:
-        """The size of the reduced draft vocabulary that this configuration asks for, or None."""
-        return None
+        """The size of the reduced draft vocabulary that this configuration asks for, or None: ``draft_vocab_size`` of
+        kinds that have it, where it is less than the target's."""
+        size = getattr(config, "draft_vocab_size", None)
+        return None if size is None or size >= shape.vocab_size else size
 
     @abstractmethod
     def wants(self) -> Wants: ...

@@ -67,11 +67,6 @@ class Eagle1(RecurrentHead):
     def block(self) -> Block:
         return self.layers[0]
 
-    @classmethod
-    def uses_draft_vocab(cls, config: Eagle1Config, shape: TargetShape) -> int | None:
-        size = config.draft_vocab_size
-        return None if size is None or size >= shape.vocab_size else size
-
     def wants(self) -> Wants:
         return Wants(layers=(), final="all", depth=self.config.depth)
 

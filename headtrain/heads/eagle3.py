@@ -105,11 +105,6 @@ class Eagle3(DraftHead):
             self.to_draft = vocab.inverse(draft_ids, shape.vocab_size)
         self._teacher: tuple[Teacher, Teacher] | None = None
 
-    @classmethod
-    def uses_draft_vocab(cls, config: Eagle3Config, shape: TargetShape) -> int | None:
-        size = config.draft_vocab_size
-        return None if size is None or size >= shape.vocab_size else size
-
     def wants(self) -> Wants:
         return Wants(layers=self.layer_ids, final="supervised", depth=self.config.depth)
 

@@ -89,11 +89,6 @@ class Medusa(DraftHead):
     def max_depth(self) -> int:
         return self.config.num_heads  # a head a depth: there is nothing to unroll
 
-    @classmethod
-    def uses_draft_vocab(cls, config: MedusaConfig, shape: TargetShape) -> int | None:
-        size = config.draft_vocab_size
-        return None if size is None or size >= shape.vocab_size else size
-
     def wants(self) -> Wants:
         return Wants(layers=(), final="supervised", depth=self.config.num_heads)
 
