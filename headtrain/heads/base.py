@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from .. import vocab
 from ..config import Strict
 from ..divergences import MEANING, LossName
 from ..losses import CHUNK_LOGITS
@@ -101,6 +102,22 @@ class DraftHead(nn.Module, ABC):
         super().__init__()
         self.config, self.shape = config, shape
         self.register_buffer("draft_ids", draft_ids, persistent=False)
+        inverse = None if draft_ids is None else vocab.inverse(draft_ids, shape.vocab_size)
+        self.register_buffer("to_draft", inverse, persistent=False)
+
+        self._teacher: tuple[Teacher, Teacher] | None = None
+
+    def drafted(self, tokens: Tensor) -> Tensor:
+        """Target ids -> their places in the draft vocabulary, of any shape; -1 where it does not have them."""
+        return tokens if self.to_draft is None else self.to_draft[tokens]
+
+    def restricted(self, teacher: Teacher) -> Teacher:
+        """The teacher over the draft vocabulary, gathered once for each teacher."""
+        if self.draft_ids is None:
+            return teacher
+        if self._teacher is None or self._teacher[0] is not teacher:
+            self._teacher = teacher, teacher.restricted(self.draft_ids)
+        return self._teacher[1]
 
     @property
     def draft_vocab_size(self) -> int:

@@ -17,7 +17,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from .. import vocab
 from ..attention import Runs, training_time_test
 from ..layers import MLP, RMSNorm, Rope, rotate
 from ..losses import SoftTargets, align, align_pairs, vocab_loss, zero_sums
@@ -100,10 +99,6 @@ class Eagle3(DraftHead):
         self.rope = Rope(shape)
         self.scale = shape.head_dim**-0.5
         self.register_buffer("embed", None, persistent=False)
-        self.register_buffer("to_draft", None, persistent=False)
-        if draft_ids is not None:
-            self.to_draft = vocab.inverse(draft_ids, shape.vocab_size)
-        self._teacher: tuple[Teacher, Teacher] | None = None
 
     def wants(self) -> Wants:
         return Wants(layers=self.layer_ids, final="supervised", depth=self.config.depth)
@@ -176,11 +171,10 @@ class Eagle3(DraftHead):
             return zero_sums(depth, list(self.trainable().values()))
         hidden = align(self._unroll(batch, features, start, depth), depth)
         where = torch.searchsorted(features.final_at, start + 1)
-        greedy = features.argmax[where]
         targets = SoftTargets(
             final=features.final[where],
-            teacher=self._restricted(teacher),
-            greedy=greedy if self.to_draft is None else self.to_draft[greedy],
+            teacher=self.restricted(teacher),
+            greedy=self.drafted(features.argmax[where]),
             lse=features.lse[where],
         )
         weight = self.config.depth_decay ** torch.arange(depth, dtype=torch.float32)
@@ -254,14 +248,6 @@ class Eagle3(DraftHead):
         once = tokens * ((len(self.layer_ids) + 4) * size + 6 * kv)  # features, fc, norms, embeddings, keys, values
         row = 9 * size + 3 * inner + 4 * kv + 4 * self.intermediate  # one query at one step
         return once + supervised * depth * (row + 2 * size)  # and its hidden state by teacher row, with gradient
-
-    def _restricted(self, teacher: Teacher) -> Teacher:
-        """The teacher over the draft vocabulary, gathered once for each teacher."""
-        if self.draft_ids is None:
-            return teacher
-        if self._teacher is None or self._teacher[0] is not teacher:
-            self._teacher = teacher, teacher.restricted(self.draft_ids)
-        return self._teacher[1]
 
     # -- drafting ----------------------------------------------------------------------------------------------
 

@@ -113,8 +113,7 @@ class Mtp(ModuleParts, RecurrentHead):
             router.record = None
         where = torch.searchsorted(features.final_at, start + 1)
         greedy, labels = features.argmax[where], batch.ids[start + 2]
-        if self.to_draft is not None:
-            greedy, labels = self.to_draft[greedy], self.to_draft[labels]
+        greedy, labels = self.drafted(greedy), self.drafted(labels)
         if self.config.labels == "hard":
             targets = HardTargets(labels=labels, greedy=greedy)
         else:
