@@ -151,6 +151,10 @@ class DraftHead(nn.Module, ABC):
     def init_from_target(self, weights: TargetWeights) -> list[str]:
         """Start the trained parameters from the target's; returns what was done, for the log."""
 
+    def init_at_random(self, weights: TargetWeights) -> list[str]:
+        """Likewise where the head starts as it was built: copy what it saves but does not train."""
+        return []
+
     @abstractmethod
     def loss(self, batch: Batch, features: Features, teacher: Teacher, depth: int) -> LossSums:
         """Loss and metrics of one packed batch, unrolled to ``depth`` (<= wants().depth). An all-masked batch gives

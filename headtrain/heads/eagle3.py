@@ -11,7 +11,7 @@ concatenation is the sum of two projections).
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -28,6 +28,8 @@ from .base import DraftHead, ExportSpec, HeadConfig, Session, SoftLoss, node_mas
 
 
 class Eagle3Config(HeadConfig):
+    training_only: ClassVar[frozenset[str]] = HeadConfig.training_only | {"train_lm_head"}
+
     kind: Literal["eagle3"] = "eagle3"
     depth: int = Field(7, ge=1, description="steps of the training-time test")
     layers: list[int] | None = Field(None, description="three hidden_states indices; default (2, n//2, n-3)")
@@ -35,6 +37,7 @@ class Eagle3Config(HeadConfig):
     intermediate_size: int | None = Field(None, description="default: the target's")
     depth_decay: float = Field(0.8, gt=0, le=1, description="weight of step s is depth_decay^s")
     loss: SoftLoss = "kl"
+    train_lm_head: bool = Field(True, description="false: it stays the target's rows, which a step of training spares")
     fc_norm: bool = Field(False, description="EAGLE-3.1: an RMSNorm for each feature before fc")
     norm_before_fc: bool = Field(False, description="one RMSNorm over the concatenated features before fc")
     norm_output: bool = Field(False, description="EAGLE-3.1: the normed output is fed to the next step")
@@ -96,6 +99,7 @@ class Eagle3(DraftHead):
         self.midlayer = _Layer(shape, self.intermediate)
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, self.draft_vocab_size, bias=False)
+        self.lm_head.weight.requires_grad_(config.train_lm_head)
         self.rope = Rope(shape)
         self.scale = shape.head_dim**-0.5
         self.register_buffer("embed", None, persistent=False)
@@ -109,14 +113,12 @@ class Eagle3(DraftHead):
     def init_from_target(self, weights: TargetWeights) -> list[str]:
         """fc passes the deepest feature through, the layer is the target's last one (the embedding half of q/k/v
         starts at zero), lm_head is the target's rows and norm its final norm."""
-        done = ["fc = identity on the deepest feature", "lm_head = the target's rows", "norm = the target's final norm"]
+        done = ["fc = identity on the deepest feature", "norm = the target's final norm", *self._copy_rows(weights)]
         size = self.shape.hidden_size
         deepest = max(range(len(self.layer_ids)), key=lambda j: self.layer_ids[j])
         with torch.no_grad():
             self.fc.weight.zero_()
             self.fc.weight[:, deepest * size : (deepest + 1) * size] = torch.eye(size)
-            rows = weights.lm_head if self.draft_ids is None else weights.lm_head[self.draft_ids]
-            self.lm_head.weight.copy_(rows)
             self.norm.weight.copy_(weights.final_norm)
             own, last = dict(self.midlayer.named_parameters()), weights.last_layer
             targets = {n: own[n] for n in own if n not in ("input_layernorm.weight", "hidden_norm.weight")}
@@ -139,6 +141,14 @@ class Eagle3(DraftHead):
                 bad = ", ".join(n for n, ok in fits.items() if not ok)
                 done.append(f"decoder layer random: the target's last layer does not fit ({bad})")
         return done
+
+    def init_at_random(self, weights: TargetWeights) -> list[str]:
+        return [] if self.config.train_lm_head else self._copy_rows(weights)
+
+    @torch.no_grad()
+    def _copy_rows(self, weights: TargetWeights) -> list[str]:
+        self.lm_head.weight.copy_(weights.lm_head if self.draft_ids is None else weights.lm_head[self.draft_ids])
+        return ["lm_head = the target's rows"]
 
     # -- pieces shared by training and drafting ----------------------------------------------------------------
 
@@ -239,7 +249,8 @@ class Eagle3(DraftHead):
         macs += 3 * (rows + deep) * size * inner  # queries, likewise
         macs += 3 * deep * (inner * size + 3 * size * self.intermediate)
         macs += 6 * seen * inner  # two products forward, four backward
-        macs += (3 * deep + rows) * size * self.draft_vocab_size  # draft logits; the teacher's rows once
+        each = 3 if self.config.train_lm_head else 2
+        macs += (each * deep + rows) * size * self.draft_vocab_size  # draft logits; the teacher's rows once
         return 2.0 * macs
 
     def kept_values(self, tokens: int, supervised: int, depth: int) -> int:
