@@ -110,8 +110,10 @@ def count_tokens(rows: Sequence[Row], vocab_size: int) -> Tensor:
     return counts
 
 
-def plan_manifest(recipe: Recipe, identity: TargetIdentity, wants: Wants, rows: Sequence[Row]) -> Manifest:
-    """The manifest of a store of these rows."""
+def plan_manifest(
+    recipe: Recipe, identity: TargetIdentity, wants: Wants, rows: Sequence[Row], target_dtype: str | None = None
+) -> Manifest:
+    """The manifest of a store of these rows. target_dtype: what the target computes in."""
     tokens = sum(map(len, rows))
     return Manifest(
         target=identity,
@@ -127,6 +129,7 @@ def plan_manifest(recipe: Recipe, identity: TargetIdentity, wants: Wants, rows: 
         max_length=recipe.data.max_length,
         shards=plan_shards([len(row) for row in rows], recipe.features.shard_tokens),
         settings=recipe.data.model_dump(mode="json"),
+        target_dtype=target_dtype,
     )
 
 
@@ -137,7 +140,8 @@ def plan_store(recipe: Recipe, target: Any, wants: Wants, rows: Sequence[Row], s
     wants = recipe.features.widen(wants, target.shape.num_layers)
     if MANIFEST in open_storage(folder).names() and not (stored := Manifest.read(folder)).unmet(wants):
         wants = stored.holds(wants)
-    return plan_manifest(recipe, target.identity, wants, rows)
+    computed_in = str(target.dtype).removeprefix("torch.")
+    return plan_manifest(recipe, target.identity, wants, rows, computed_in)
 
 
 def capture(

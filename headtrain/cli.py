@@ -22,7 +22,7 @@ from .commands.push import push
 from .commands.speedup import speedup
 from .commands.stitch import stitch
 from .commands.vocab import vocab
-from .config import RecipeError, TargetSection, load_recipe
+from .config import Dtype, RecipeError, TargetSection, load_recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -162,6 +162,7 @@ def regenerate(
     samples: Annotated[int, typer.Option(min=1, help="answers to each prompt")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="answers generated together")] = 16,
     seed: Annotated[int, typer.Option(help="of sampling")] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="of the target; auto: the checkpoint's own, float32 on a CPU")] = "auto",
 ) -> None:
     """Let the target answer prompts itself: training data that matches what the head will be asked to draft."""
     from .data.regenerate import regenerate as run
@@ -171,11 +172,11 @@ def regenerate(
     conversations, report = read_conversations(prompts)
     for line in report.lines():
         err.print(line, markup=False)
-    loaded = load_target(TargetSection(path=target), device())
+    loaded = load_target(TargetSection(path=target, dtype=dtype), device())
     done = run(
         loaded.model, loaded.tokenizer, conversations, to,
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, samples=samples,
-        batch_size=batch_size, seed=seed,
+        batch_size=batch_size, seed=seed, dtype=None if dtype == "auto" else dtype,
     )  # fmt: skip
     for line in done.lines():
         out.print(line, markup=False)

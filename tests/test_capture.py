@@ -175,7 +175,7 @@ class Mortal:
     def __init__(self, target, lives):
         self.target, self.lives = target, lives
         self.shape, self.tokenizer, self.identity = target.shape, target.tokenizer, target.identity
-        self.weights = target.weights
+        self.weights, self.dtype = target.weights, target.dtype
 
     def features(self, batch, wants):
         self.lives -= 1
@@ -261,6 +261,21 @@ def test_the_printed_size_is_the_size_on_disk(place, tiny_folder, tmp_path, targ
     plan = plan_manifest(recipe, target.identity, head_wants(recipe, target.shape), rows)
     real = shard_file(tmp_path / "f" / "train", 0).stat().st_size
     assert 0 <= real - plan.bytes(plan.tokens, plan.finals, plan.rows) < 2000  # the safetensors header
+
+
+def test_a_store_is_not_filled_by_targets_of_two_dtypes(place, tiny_folder, tmp_path, target):
+    """A capture that goes on with another target.dtype is refused; a store that is complete serves any."""
+    float32, bfloat16 = (recipe_of(place, tiny_folder, tmp_path / "f") for _ in range(2))
+    bfloat16.target.dtype = "bfloat16"
+    with pytest.raises(Killed):
+        capture(float32, target=Mortal(target, 3), console=quiet())
+    before = files(tmp_path / "f")
+    with pytest.raises(StoreError, match=r"computed in float32.* in bfloat16.*target\.dtype=float32.*features\.dir"):
+        capture(bfloat16, console=quiet())
+    assert before and files(tmp_path / "f") == before
+    capture(float32, target=target, console=quiet())
+    store = capture(bfloat16, console=quiet())
+    assert store.manifest.target_dtype == "float32" and files(tmp_path / "f").keys() > before.keys()
 
 
 def test_a_complete_store_is_said_to_be_complete(place, tiny_folder, tmp_path, target):

@@ -35,7 +35,8 @@ class _Part(BaseModel):
 
 class Manifest(_Part):
     """What a store holds. ``shards``: row boundaries of the shards, [number of shards + 1], starting at 0.
-    ``settings``: the recipe's data section, which only explains a difference in ``rows_sha256``."""
+    ``settings``: the recipe's data section, which only explains a difference in ``rows_sha256``. ``target_dtype``: what
+    the target computed in, with which who adds shards must agree, and who reads them need not; None: not recorded."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     target: TargetIdentity
@@ -51,6 +52,7 @@ class Manifest(_Part):
     max_length: int
     shards: list[int]
     settings: dict[str, Any] = Field(default_factory=dict)
+    target_dtype: str | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -101,7 +103,8 @@ class Manifest(_Part):
     @property
     def digest(self) -> str:
         """Names this very manifest in the records of its shards."""
-        return hashlib.sha256(as_json(self.model_dump(mode="json"))).hexdigest()[:16]
+        unknown = {"target_dtype"} if self.target_dtype is None else None  # keeps the digests of earlier stores
+        return hashlib.sha256(as_json(self.model_dump(mode="json", exclude=unknown))).hexdigest()[:16]
 
     def otherwise(self, place: object, plan: Manifest, by: str = "") -> StoreError:
         """The error where features are wanted that ``plan`` says, and it has ``differences`` from this one. by: who is
@@ -158,11 +161,11 @@ class Manifest(_Part):
 
 def differences(stored: Manifest, wanted: Manifest) -> list[str]:
     """One line for each item that differs, old value / new value. Names and revisions of targets whose weights are
-    equal do not count."""
+    equal do not count, nor does what the target computed in: any serves to train on."""
     lines = [line.replace(" against ", " / ") for line in stored.target.differences(wanted.target)]
     for name in Manifest.model_fields:
         old, new = getattr(stored, name), getattr(wanted, name)
-        if old == new or name in ("target", "settings"):
+        if old == new or name in ("target", "settings", "target_dtype"):
             continue
         if name == "shards":
             old, new = f"{len(old) - 1} shards", f"{len(new) - 1} shards, other boundaries"

@@ -72,6 +72,7 @@ def regenerate(
     seed: int = 0,
     template_kwargs: dict[str, Any] | None = None,
     model_name: str | None = None,
+    dtype: str | None = None,
 ) -> RegenerateReport:
     """Write the answers of ``model`` (a causal LM of transformers) to ``out_path`` as JSONL, in input order.
 
@@ -79,6 +80,9 @@ def regenerate(
     result. Sampling is from the target's own distribution at ``temperature`` (0: greedy) and ``top_p``; what the
     model's generation_config would add (top-k, penalties) is left out. Batches are fixed by the whole input, and
     each has its own seed from (seed, its first row, sample), so stopping and resuming changes nothing.
+
+    dtype: what ``model`` was asked to compute in, where that is not its own; recorded like the other settings, and
+    answers of another are refused.
 
     Each line has id, route, messages, tools where there are some, and generated_by {model, temperature, top_p,
     seed, sample, max_new_tokens, finish}. finish: "stop"; "length" where max_new_tokens ended the answer; "cut" where
@@ -101,7 +105,8 @@ def regenerate(
         "top_p": top_p,
         "seed": seed,
         "max_new_tokens": max_new_tokens,
-        **({"template_kwargs": template_kwargs} if template_kwargs else {}),
+        "template_kwargs": template_kwargs or None,
+        "dtype": dtype,
     }
     report = RegenerateReport(path)
     tasks = _tasks(renderer, conversations, samples)
@@ -230,7 +235,7 @@ def _line(renderer: Renderer, task: _Task, answer: _Answer | None, settings: dic
     line: dict[str, Any] = {"id": task.key[0], "route": c.route, "messages": c.messages}
     if c.tools:
         line["tools"] = c.tools
-    made = line["generated_by"] = {**settings, "sample": task.key[1]}
+    made = line["generated_by"] = {k: v for k, v in settings.items() if v is not None} | {"sample": task.key[1]}
     if answer is None:
         return {**line, "dropped": "prompt and max_new_tokens exceed the target's window"}
     ids, end_id = answer.ids, renderer.template.end_id

@@ -114,13 +114,25 @@ class StoreWriter:
             if _SCRAP.match(name) and name.split(".")[-2] not in working:
                 self.storage.delete(name)
         alone = len(working) <= 1 and not any(_RECORD.fullmatch(name) for name in names)
-        if alone and MANIFEST in names and differences(Manifest.read(self.storage), self.manifest):
+        if alone and MANIFEST in names and Manifest.read(self.storage).digest != self.manifest.digest:
             self.storage.delete(MANIFEST)  # of a capture that ended before its first shard
             names.remove(MANIFEST)
         if MANIFEST not in names and not self.storage.create(MANIFEST, as_json(self.manifest.model_dump(mode="json"))):
             time.sleep(self.storage.poll)  # the other's content may follow its name
         self.check_manifest()
+        self._check_dtype()
         self._begun = True
+
+    def _check_dtype(self) -> None:
+        """Raises StoreError where the stored shards are of a target that computed in another dtype. Only for who adds
+        some: a complete store serves a training whatever its target.dtype."""
+        stored, own = Manifest.read(self.storage).target_dtype, self.manifest.target_dtype
+        if stored != own and None not in (stored, own):
+            raise StoreError(
+                f"{self.storage} lacks features, and those in it are of a target that computed in {stored}; this one "
+                f"computes in {own}. One store is of one dtype: set target.dtype={stored} to go on with it, or "
+                "features.dir to another folder"
+            )
 
     def remove(self, number: int) -> None:
         """Delete a shard: its record first, so that it is never taken for complete."""

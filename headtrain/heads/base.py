@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from .. import vocab
 from ..config import Strict
 from ..divergences import MEANING, LossName
 from ..losses import CHUNK_LOGITS
@@ -101,6 +102,22 @@ class DraftHead(nn.Module, ABC):
         super().__init__()
         self.config, self.shape = config, shape
         self.register_buffer("draft_ids", draft_ids, persistent=False)
+        inverse = None if draft_ids is None else vocab.inverse(draft_ids, shape.vocab_size)
+        self.register_buffer("to_draft", inverse, persistent=False)
+
+        self._teacher: tuple[Teacher, Teacher] | None = None
+
+    def drafted(self, tokens: Tensor) -> Tensor:
+        """Target ids -> their places in the draft vocabulary, of any shape; -1 where it does not have them."""
+        return tokens if self.to_draft is None else self.to_draft[tokens]
+
+    def restricted(self, teacher: Teacher) -> Teacher:
+        """The teacher over the draft vocabulary, gathered once for each teacher."""
+        if self.draft_ids is None:
+            return teacher
+        if self._teacher is None or self._teacher[0] is not teacher:
+            self._teacher = teacher, teacher.restricted(self.draft_ids)
+        return self._teacher[1]
 
     @property
     def draft_vocab_size(self) -> int:
@@ -114,8 +131,10 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     def uses_draft_vocab(cls, config: HeadConfig, shape: TargetShape) -> int | None:
-        """The size of the reduced draft vocabulary that this configuration asks for, or None."""
-        return None
+        """The size of the reduced draft vocabulary that this configuration asks for, or None: ``draft_vocab_size`` of
+        kinds that have it, where it is less than the target's."""
+        size = getattr(config, "draft_vocab_size", None)
+        return None if size is None or size >= shape.vocab_size else size
 
     @abstractmethod
     def wants(self) -> Wants: ...
@@ -131,6 +150,10 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def init_from_target(self, weights: TargetWeights) -> list[str]:
         """Start the trained parameters from the target's; returns what was done, for the log."""
+
+    def init_at_random(self, weights: TargetWeights) -> list[str]:
+        """Likewise where the head starts as it was built: copy what it saves but does not train."""
+        return []
 
     @abstractmethod
     def loss(self, batch: Batch, features: Features, teacher: Teacher, depth: int) -> LossSums:

@@ -67,11 +67,6 @@ class Eagle1(RecurrentHead):
     def block(self) -> Block:
         return self.layers[0]
 
-    @classmethod
-    def uses_draft_vocab(cls, config: Eagle1Config, shape: TargetShape) -> int | None:
-        size = config.draft_vocab_size
-        return None if size is None or size >= shape.vocab_size else size
-
     def wants(self) -> Wants:
         return Wants(layers=(), final="all", depth=self.config.depth)
 
@@ -113,9 +108,7 @@ class Eagle1(RecurrentHead):
         pairs = align_pairs(pairs, start)
         where = torch.searchsorted(features.final_at, start + 1)
         final, config = features.final[where].detach(), self.config  # labels, also where the target is trained, too
-        greedy, teacher = features.argmax[where], self.restricted(teacher)
-        if self.to_draft is not None:
-            greedy = self.to_draft[greedy]
+        greedy, teacher = self.drafted(features.argmax[where]), self.restricted(teacher)
         targets = SoftTargets(final, teacher, greedy, features.lse[where])
         weight = torch.zeros(unrolled)
         weight[:trained] = config.classification_weight

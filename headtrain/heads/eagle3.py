@@ -11,13 +11,12 @@ concatenation is the sum of two projections).
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from .. import vocab
 from ..attention import Runs, training_time_test
 from ..layers import MLP, RMSNorm, Rope, rotate
 from ..losses import SoftTargets, align, align_pairs, vocab_loss, zero_sums
@@ -29,6 +28,8 @@ from .base import DraftHead, ExportSpec, HeadConfig, Session, SoftLoss, node_mas
 
 
 class Eagle3Config(HeadConfig):
+    training_only: ClassVar[frozenset[str]] = HeadConfig.training_only | {"train_lm_head"}
+
     kind: Literal["eagle3"] = "eagle3"
     depth: int = Field(7, ge=1, description="steps of the training-time test")
     layers: list[int] | None = Field(None, description="three hidden_states indices; default (2, n//2, n-3)")
@@ -36,6 +37,7 @@ class Eagle3Config(HeadConfig):
     intermediate_size: int | None = Field(None, description="default: the target's")
     depth_decay: float = Field(0.8, gt=0, le=1, description="weight of step s is depth_decay^s")
     loss: SoftLoss = "kl"
+    train_lm_head: bool = Field(True, description="false: it stays the target's rows, which a step of training spares")
     fc_norm: bool = Field(False, description="EAGLE-3.1: an RMSNorm for each feature before fc")
     norm_before_fc: bool = Field(False, description="one RMSNorm over the concatenated features before fc")
     norm_output: bool = Field(False, description="EAGLE-3.1: the normed output is fed to the next step")
@@ -97,18 +99,10 @@ class Eagle3(DraftHead):
         self.midlayer = _Layer(shape, self.intermediate)
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, self.draft_vocab_size, bias=False)
+        self.lm_head.weight.requires_grad_(config.train_lm_head)
         self.rope = Rope(shape)
         self.scale = shape.head_dim**-0.5
         self.register_buffer("embed", None, persistent=False)
-        self.register_buffer("to_draft", None, persistent=False)
-        if draft_ids is not None:
-            self.to_draft = vocab.inverse(draft_ids, shape.vocab_size)
-        self._teacher: tuple[Teacher, Teacher] | None = None
-
-    @classmethod
-    def uses_draft_vocab(cls, config: Eagle3Config, shape: TargetShape) -> int | None:
-        size = config.draft_vocab_size
-        return None if size is None or size >= shape.vocab_size else size
 
     def wants(self) -> Wants:
         return Wants(layers=self.layer_ids, final="supervised", depth=self.config.depth)
@@ -119,14 +113,12 @@ class Eagle3(DraftHead):
     def init_from_target(self, weights: TargetWeights) -> list[str]:
         """fc passes the deepest feature through, the layer is the target's last one (the embedding half of q/k/v
         starts at zero), lm_head is the target's rows and norm its final norm."""
-        done = ["fc = identity on the deepest feature", "lm_head = the target's rows", "norm = the target's final norm"]
+        done = ["fc = identity on the deepest feature", "norm = the target's final norm", *self._copy_rows(weights)]
         size = self.shape.hidden_size
         deepest = max(range(len(self.layer_ids)), key=lambda j: self.layer_ids[j])
         with torch.no_grad():
             self.fc.weight.zero_()
             self.fc.weight[:, deepest * size : (deepest + 1) * size] = torch.eye(size)
-            rows = weights.lm_head if self.draft_ids is None else weights.lm_head[self.draft_ids]
-            self.lm_head.weight.copy_(rows)
             self.norm.weight.copy_(weights.final_norm)
             own, last = dict(self.midlayer.named_parameters()), weights.last_layer
             targets = {n: own[n] for n in own if n not in ("input_layernorm.weight", "hidden_norm.weight")}
@@ -149,6 +141,14 @@ class Eagle3(DraftHead):
                 bad = ", ".join(n for n, ok in fits.items() if not ok)
                 done.append(f"decoder layer random: the target's last layer does not fit ({bad})")
         return done
+
+    def init_at_random(self, weights: TargetWeights) -> list[str]:
+        return [] if self.config.train_lm_head else self._copy_rows(weights)
+
+    @torch.no_grad()
+    def _copy_rows(self, weights: TargetWeights) -> list[str]:
+        self.lm_head.weight.copy_(weights.lm_head if self.draft_ids is None else weights.lm_head[self.draft_ids])
+        return ["lm_head = the target's rows"]
 
     # -- pieces shared by training and drafting ----------------------------------------------------------------
 
@@ -181,11 +181,10 @@ class Eagle3(DraftHead):
             return zero_sums(depth, list(self.trainable().values()))
         hidden = align(self._unroll(batch, features, start, depth), depth)
         where = torch.searchsorted(features.final_at, start + 1)
-        greedy = features.argmax[where]
         targets = SoftTargets(
             final=features.final[where],
-            teacher=self._restricted(teacher),
-            greedy=greedy if self.to_draft is None else self.to_draft[greedy],
+            teacher=self.restricted(teacher),
+            greedy=self.drafted(features.argmax[where]),
             lse=features.lse[where],
         )
         weight = self.config.depth_decay ** torch.arange(depth, dtype=torch.float32)
@@ -250,7 +249,8 @@ class Eagle3(DraftHead):
         macs += 3 * (rows + deep) * size * inner  # queries, likewise
         macs += 3 * deep * (inner * size + 3 * size * self.intermediate)
         macs += 6 * seen * inner  # two products forward, four backward
-        macs += (3 * deep + rows) * size * self.draft_vocab_size  # draft logits; the teacher's rows once
+        each = 3 if self.config.train_lm_head else 2
+        macs += (each * deep + rows) * size * self.draft_vocab_size  # draft logits; the teacher's rows once
         return 2.0 * macs
 
     def kept_values(self, tokens: int, supervised: int, depth: int) -> int:
@@ -259,14 +259,6 @@ class Eagle3(DraftHead):
         once = tokens * ((len(self.layer_ids) + 4) * size + 6 * kv)  # features, fc, norms, embeddings, keys, values
         row = 9 * size + 3 * inner + 4 * kv + 4 * self.intermediate  # one query at one step
         return once + supervised * depth * (row + 2 * size)  # and its hidden state by teacher row, with gradient
-
-    def _restricted(self, teacher: Teacher) -> Teacher:
-        """The teacher over the draft vocabulary, gathered once for each teacher."""
-        if self.draft_ids is None:
-            return teacher
-        if self._teacher is None or self._teacher[0] is not teacher:
-            self._teacher = teacher, teacher.restricted(self.draft_ids)
-        return self._teacher[1]
 
     # -- drafting ----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from .. import vocab
 from ..losses import HardTargets, SoftTargets, align, align_pairs, vocab_loss, zero_sums
 from ..shift import pair_mask
 from ..teacher import Teacher
@@ -81,18 +80,10 @@ class Medusa(DraftHead):
                 nn.Linear(size, self.draft_vocab_size, bias=False) for _ in range(config.num_heads)
             )
         self.register_buffer("shared_lm_head", None, persistent=False)
-        self.register_buffer("to_draft", None, persistent=False)
-        if draft_ids is not None:
-            self.to_draft = vocab.inverse(draft_ids, shape.vocab_size)
 
     @property
     def max_depth(self) -> int:
         return self.config.num_heads  # a head a depth: there is nothing to unroll
-
-    @classmethod
-    def uses_draft_vocab(cls, config: MedusaConfig, shape: TargetShape) -> int | None:
-        size = config.draft_vocab_size
-        return None if size is None or size >= shape.vocab_size else size
 
     def wants(self) -> Wants:
         return Wants(layers=(), final="supervised", depth=self.config.num_heads)
@@ -133,13 +124,11 @@ class Medusa(DraftHead):
         hidden = align([self.blocks[s](final[: count - s]) for s in range(min(depth, count))], depth)
         where = torch.searchsorted(features.final_at, start + 1)
         greedy, labels = features.argmax[where], batch.ids[start + 2]
-        if self.to_draft is not None:
-            greedy, labels = self.to_draft[greedy], self.to_draft[labels]
+        greedy, labels = self.drafted(greedy), self.drafted(labels)
         if self.config.labels == "hard":
             targets = HardTargets(labels=labels, greedy=greedy)
         else:
-            restricted = teacher if self.draft_ids is None else teacher.restricted(self.draft_ids)
-            targets = SoftTargets(features.final[where], restricted, greedy, features.lse[where])
+            targets = SoftTargets(features.final[where], self.restricted(teacher), greedy, features.lse[where])
         weight = self.config.depth_decay ** torch.arange(1, depth + 1, dtype=torch.float32)
         lm_heads = self._lm_heads()
         return vocab_loss(hidden, lm_heads[:depth], targets, align_pairs(pairs, start), weight, loss=self.config.loss)

@@ -57,11 +57,6 @@ class Mtp(ModuleParts, RecurrentHead):
     def max_depth(self) -> int | None:
         return len(self.chain) if self.later else None
 
-    @classmethod
-    def uses_draft_vocab(cls, config: MtpConfig, shape: TargetShape) -> int | None:
-        size = config.draft_vocab_size
-        return None if size is None or size >= shape.vocab_size else size
-
     def wants(self) -> Wants:
         if self.config.start == "raw":  # the last index of hidden_states is the final norm's input
             return Wants(layers=(self.shape.num_layers,), final="supervised", depth=self.config.depth)
@@ -118,8 +113,7 @@ class Mtp(ModuleParts, RecurrentHead):
             router.record = None
         where = torch.searchsorted(features.final_at, start + 1)
         greedy, labels = features.argmax[where], batch.ids[start + 2]
-        if self.to_draft is not None:
-            greedy, labels = self.to_draft[greedy], self.to_draft[labels]
+        greedy, labels = self.drafted(greedy), self.drafted(labels)
         if self.config.labels == "hard":
             targets = HardTargets(labels=labels, greedy=greedy)
         else:

@@ -16,11 +16,10 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from .. import few_rows, vocab
+from .. import few_rows
 from ..attention import Runs, training_time_test
 from ..layers import MLP, RMSNorm, Rope, rotate
 from ..shift import pair_mask
-from ..teacher import Teacher
 from ..types import Batch, Features, TargetShape, TargetWeights
 from .base import DraftHead, HeadConfig, Session, node_mask, text_hits
 from .experts import Experts
@@ -111,10 +110,6 @@ class RecurrentHead(DraftHead):
         self.scale = shape.head_dim**-0.5
         self.register_buffer("embed", None, persistent=False)
         self.register_buffer("target_rows", None, persistent=False)
-        self.register_buffer("to_draft", None, persistent=False)
-        if draft_ids is not None:
-            self.to_draft = vocab.inverse(draft_ids, shape.vocab_size)
-        self._teacher: tuple[Teacher, Teacher] | None = None
 
     # -- what a head defines -----------------------------------------------------------------------------------
 
@@ -204,14 +199,6 @@ class RecurrentHead(DraftHead):
         start = pair_mask(batch, 1)[0].nonzero().squeeze(1)
         hidden = self.unroll(batch, self.states(batch, features), start, depth)
         return text_hits(batch, start, hidden, [self.lm_head_weight()], self.draft_ids, depth)
-
-    def restricted(self, teacher: Teacher) -> Teacher:
-        """The teacher over the draft vocabulary, gathered once for each teacher."""
-        if self.draft_ids is None:
-            return teacher
-        if self._teacher is None or self._teacher[0] is not teacher:
-            self._teacher = teacher, teacher.restricted(self.draft_ids)
-        return self._teacher[1]
 
     def layer_macs(self, batch: Batch, depth: int, through: bool) -> int:
         """Multiply-adds of ``unroll`` and its backward pass, without the lm_head; through: gradients flow from a step

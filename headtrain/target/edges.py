@@ -48,6 +48,10 @@ class Edges:
     def tokenizer(self) -> Any:
         return self.short.tokenizer
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.short.dtype
+
     def teacher(self) -> Teacher:
         return self.short.teacher()
 

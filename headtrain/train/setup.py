@@ -189,8 +189,9 @@ def make_head(
     if warm is not None:
         for line in warm.start(head, weights):
             console.print(line, markup=False)
-    elif recipe.train.init == "target":
-        for line in head.init_from_target(weights):
+    else:
+        start = head.init_from_target if recipe.train.init == "target" else head.init_at_random
+        for line in start(weights):
             console.print(f"init: {line}", markup=False)
     return head
 

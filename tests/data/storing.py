@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ def forked(function: Callable, *args, **more):
     return fork.Process(target=run, daemon=True)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """On some CPUs a product's last bits depend on the number of threads, and a ``forked`` process has one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 class FakeTarget:
     """Document by document through ``output_hidden_states``; nothing of headtrain.target."""
 
@@ -40,6 +52,7 @@ class FakeTarget:
         self.model = tiny.model(seed)
 
     @torch.no_grad()
+    @one_thread()
     def features(self, batch: Batch, wants: Wants) -> Features:
         layers, final, logits = [], [], []
         for a, b in zip(batch.cu[:-1].tolist(), batch.cu[1:].tolist(), strict=True):

@@ -123,6 +123,7 @@ def test_other_settings_prompts_or_files_are_refused(tmp_path):
         ({"seed": 4}, "seed=3, now it is 4"),
         ({"model_name": "other"}, "model='tiny', now it is 'other'"),
         ({"max_new_tokens": 13}, "max_new_tokens=12, now it is 13"),
+        ({"dtype": "bfloat16"}, "dtype=None, now it is 'bfloat16'"),
     ):
         with pytest.raises(DataError, match=message):
             regenerate(net, tok, conversations(), out, **{**SETTINGS, **changes})

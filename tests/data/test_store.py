@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from storing import (
     write,
 )
 
+from headtrain.data.manifest import as_json
 from headtrain.data.quantize import as_stored, decode, encode
 from headtrain.data.storage import open_storage
 from headtrain.data.store import (
@@ -330,6 +332,18 @@ def test_a_manifest_without_any_shard_protects_nothing(folder, rows, target):
     writer.shard(0, rows[: writer.manifest.shards[1]])  # killed before its close
     assert json.loads((folder / "manifest.json").read_text())["dtype"] == "float32"
     assert store(folder, rows, target, dtype="int8").manifest.dtype == "int8"
+
+
+def test_a_store_that_does_not_say_what_its_target_computed_in_is_as_before(folder, rows, target):
+    """Of an earlier headtrain: the digest that its shards name is of a manifest without the key."""
+    of = manifest(rows)
+    fields = of.model_dump(mode="json")
+    del fields["target_dtype"]
+    assert of.digest == hashlib.sha256(as_json(fields)).hexdigest()[:16]
+    assert of.digest != manifest(rows, target_dtype="float32").digest
+    write(folder, rows, target, of, stop_after=1)
+    write(folder, rows, target, manifest(rows, target_dtype="bfloat16"))
+    assert FeatureStore(folder, rows=rows).manifest.target_dtype is None
 
 
 def test_shards_without_a_manifest_are_refused(folder, rows, target):

@@ -126,6 +126,28 @@ def test_greedy_tokens_outside_the_draft_vocabulary_are_misses_not_losses():
     assert (sums.hits <= sums.loss_count).all()
 
 
+def test_a_frozen_lm_head_is_the_targets_rows_and_changes_no_other_gradient():
+    case = make(PATTERNS["two turns"], draft_vocab_size=40)
+    frozen = make(PATTERNS["two turns"], draft_vocab_size=40, train_lm_head=False)
+    frozen[0].load_state_dict(case[0].state_dict())
+    assert case[0].trainable().keys() - frozen[0].trainable().keys() == {"lm_head.weight"}
+    results = [fast(*it) for it in (case, frozen)]
+    assert torch.equal(results[0].total, results[1].total)
+    results[0].total.backward(), results[1].total.backward()
+    for (name, a), (_, b) in zip(case[0].named_parameters(), frozen[0].named_parameters(), strict=True):
+        assert b.grad is None if name == "lm_head.weight" else torch.equal(a.grad, b.grad), name
+    assert frozen[0].flops(frozen[1], DEPTH) < case[0].flops(case[1], DEPTH)
+
+    weights = TargetWeights(torch.zeros(V, H), case[-1], torch.ones(H))
+    for head in (case[0], frozen[0]):
+        before = {n: p.clone() for n, p in head.named_parameters()}
+        done = head.init_at_random(weights)  # of the trained one: nothing
+        assert bool(done) == (head is frozen[0])
+        changed = {n for n, p in head.named_parameters() if not torch.equal(p, before[n])}
+        assert changed == ({"lm_head.weight"} if done else set())
+    assert torch.equal(frozen[0].lm_head.weight, case[-1][frozen[0].draft_ids])
+
+
 def test_small_targets_get_distinct_layers():
     from headtrain.heads.eagle3 import default_layers
 

@@ -196,6 +196,19 @@ def test_same_start_every_time(recipe, backend):
     assert all(torch.equal(one[n], two[n]) for n in one)
 
 
+def test_a_random_start_has_the_targets_rows_where_the_lm_head_is_frozen(recipe, backend):
+    """And training leaves them: what is exported is what was trained with."""
+    recipe.train.init, recipe.features.mode = "random", "online"
+    recipe.head["train_lm_head"] = False
+    setup = prepare_run(recipe, backend, quiet())
+    head, rows = setup.head, load_target(recipe.target, "cpu").weights().lm_head
+    assert torch.equal(head.lm_head.weight, rows[head.draft_ids])
+    before = head.midlayer.mlp.up_proj.weight.clone()
+    last, _ = load_head(train(recipe, setup, backend).last)
+    assert torch.equal(last.lm_head.weight, rows[head.draft_ids])
+    assert not torch.equal(last.midlayer.mlp.up_proj.weight, before)
+
+
 def test_one_forward_of_the_target_at_a_time(recipe):
     """Reading ahead and evaluation ask from two threads; the target's hooks would mix their states."""
     busy, overlaps = [], []
