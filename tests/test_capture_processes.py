@@ -125,6 +125,17 @@ def test_training_streams_from_the_command_to_the_same_head(tmp_path, tiny_folde
         train(other, setup, backend)
 
 
+@pytest.fixture
+def one_thread(monkeypatch):
+    """As ``ranks`` have: on some CPUs sums depend on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", lambda _: None)
+        yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize(
     "world, told, by, code",
     [
@@ -134,7 +145,9 @@ def test_training_streams_from_the_command_to_the_same_head(tmp_path, tiny_folde
         (2, 1, signal.SIGTERM, 0),
     ],
 )
-def test_training_that_waits_for_features_saves_when_it_is_told_to_stop(tmp_path, tiny_folder, world, told, by, code):
+def test_training_that_waits_for_features_saves_when_it_is_told_to_stop(
+    one_thread, tmp_path, tiny_folder, world, told, by, code
+):
     """One rank waits for a shard that nobody captures, another one in an exchange with it; whoever is told. What is
     trained after it has come is the uninterrupted run's."""
     train_as = dict(steps=4, accumulation=2, batch_tokens=60, save_every=9, eval_every=9, precision="fp32", log_every=1)
