@@ -26,6 +26,18 @@ from headtrain.train.replicated import Replicated
 from headtrain.train.sharded import Sharded
 from headtrain.train.zero import Zero, require_deepspeed
 
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """As the ranks have: on some CPUs sums depend on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", lambda _: None)
+        yield
+    torch.set_num_threads(threads)
+
+
 ZERO = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install 'headtrain[deepspeed]'")
 NAMES = ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero1-offload", "zero2-offload", "zero3-offload"]
 KINDS = [*HEADS, "eagle3+lora", "medusa+joint", "medusa+stages", "mtp+muon"]
