@@ -24,3 +24,14 @@ def _seed():
 def tiny_folder(tmp_path_factory) -> Path:
     """A tiny random Llama target (8 layers, H 64, V 384) as a local folder."""
     return tiny.save(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def one_thread(monkeypatch):
+    """As the processes of ``ranks`` have: on some CPUs sums depend on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", lambda _: None)
+        yield
+    torch.set_num_threads(threads)

@@ -125,17 +125,6 @@ def test_training_streams_from_the_command_to_the_same_head(tmp_path, tiny_folde
         train(other, setup, backend)
 
 
-@pytest.fixture
-def one_thread(monkeypatch):
-    """As ``ranks`` have: on some CPUs sums depend on the number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "set_num_threads", lambda _: None)
-        yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize(
     "world, told, by, code",
     [

@@ -26,18 +26,7 @@ from headtrain.train.replicated import Replicated
 from headtrain.train.sharded import Sharded
 from headtrain.train.zero import Zero, require_deepspeed
 
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """As the ranks have: on some CPUs sums depend on the number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "set_num_threads", lambda _: None)
-        yield
-    torch.set_num_threads(threads)
-
-
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks
 ZERO = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install 'headtrain[deepspeed]'")
 NAMES = ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero1-offload", "zero2-offload", "zero3-offload"]
 KINDS = [*HEADS, "eagle3+lora", "medusa+joint", "medusa+stages", "mtp+muon"]
@@ -88,16 +77,19 @@ def alone(targets, tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_two_ranks_give_one_process_s_answer(measured, alone, name, kind):
-    """Loss, norm and first gradient within 1e-6 of their size. Parameters: AdamW divides a gradient by its own size, so
-    that rounding in an element that is nearly zero moves it as far as any other; five steps of 1e-3 move a tensor
-    by less than 5e-3 a value, and the ranks' differ by less than a thousandth of that on average."""
+    """Loss, norm and first gradient within 1e-6 of their size, and later ones within 1e-5; a norm may also be 1e-6 off,
+    as the KL of an adapter that has barely moved is a difference of nearly equal terms. Parameters: AdamW divides a
+    gradient by its own size, so that rounding in an element that is nearly zero moves it as far as any other; five
+    steps of 1e-3 move a tensor by less than 5e-3 a value, and the ranks' differ by less than a thousandth of that on
+    average."""
     mine, theirs = alone[kind], read_tensors(measured / f"{name}-{kind}.safetensors")
     assert mine.keys() == theirs.keys()
     assert any(key.startswith("gradient/") for key in mine)
     for key, value in mine.items():
         other = theirs[key]
         if key.startswith("numbers/"):
-            torch.testing.assert_close(other, value, rtol=1e-6 if key == "numbers/0" else 1e-5, atol=0)
+            first = key == "numbers/0"
+            torch.testing.assert_close(other, value, rtol=1e-6 if first else 1e-5, atol=0 if first else 1e-6)
         elif key.startswith("gradient/"):
             assert float((other - value).norm()) <= 1e-6 * float(value.norm()), key
         elif value.is_floating_point():
