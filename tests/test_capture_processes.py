@@ -54,8 +54,10 @@ def write_recipe(tmp_path: Path, target: Path, name: str, train_as: dict | None 
 
 
 def run_rank(rank: int, path: str, dies: int | None = None) -> None:
-    """The command in one process; ``dies``: the rank that is killed at its third forward."""
+    """The command in one process; ``dies``: the rank that is killed at its second forward."""
     load = command.load_target
+
+    dying = Path(path).with_suffix(".dying")
 
     def load_slowly(*args):
         target, calls = load(*args), []
@@ -63,9 +65,11 @@ def run_rank(rank: int, path: str, dies: int | None = None) -> None:
 
         def slow(*args):
             calls.append(1)
-            if rank == dies and len(calls) == 3:
+            if rank == dies and len(calls) == 2:
+                dying.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(0.1 if dies is not None else 0)  # so that all get some
+            while dies is not None and rank != dies and len(calls) == 2 and not dying.exists():
+                time.sleep(0.02)  # it started late: leave it some
             return features(*args)
 
         target.features = slow
