@@ -28,6 +28,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -106,6 +107,9 @@ def arguments() -> argparse.Namespace:
                         "at the target's rows, frozen. Trained from there, with the norms' optimizer")  # fmt: skip
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: under autocast, as their "
                         "trainer does; for CPUs with AMX or AVX512_BF16 (default fp32)")  # fmt: skip
+    parser.add_argument("--muon-precision", choices=["bf16", "fp32"], default="bf16", help="of Muon's Newton-Schulz "
+                        "iteration. fp32 is NOT theirs: in their favour, on a CPU without bf16 instructions, where "
+                        "theirs (PyTorch's, always bf16) takes longer than the rest of a step")  # fmt: skip
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--threads", type=int, default=2, help="of PyTorch (default 2)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="any other "
@@ -280,6 +284,16 @@ def schedule(shape: str, warmup: float) -> Callable[[float], float]:
 PARTS = ("data", "forward", "backward", "clip", "optimizer")  # of a step, timed apart
 
 
+@contextmanager
+def in_fp32() -> Iterator[None]:
+    """``torch.optim.Muon`` asks for ``grad.bfloat16()``, a copy that it then changes."""
+    theirs, torch.Tensor.bfloat16 = torch.Tensor.bfloat16, lambda self: self.to(torch.float32, copy=True)
+    try:
+        yield
+    finally:
+        torch.Tensor.bfloat16 = theirs
+
+
 def train(model: SpeculatorModel, data: DataLoader, args: argparse.Namespace, own: argparse.Namespace) -> dict:
     """Their train_epoch's steps, on the CPU, until the budget is spent; returns the record of the run."""
     call, _ = type(model).get_trainer_kwargs(**vars(own))
@@ -307,8 +321,9 @@ def train(model: SpeculatorModel, data: DataLoader, args: argparse.Namespace, ow
         at.append(clock())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         at.append(clock())
-        for optimizer in steppers:
-            optimizer.step()
+        with in_fp32() if args.muon_precision == "fp32" else nullcontext():
+            for optimizer in steppers:
+                optimizer.step()
         at.append(clock())
         for name, (start, end) in zip(PARTS, pairwise(at), strict=True):
             spent[name] += end - start
