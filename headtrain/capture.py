@@ -36,7 +36,7 @@ from .data.store import FeatureStore, StoreWriter
 from .data.store_writer import ROOM
 from .data.stream import FeatureStream, produce, shard_sizes
 from .data.workers import Workers
-from .heads.catalog import build_head, parse_head
+from .heads.catalog import HEADS, build_head, parse_head
 from .metadata import TargetIdentity
 from .shift import final_count, pair_mask
 from .target.load import load_target
@@ -91,6 +91,12 @@ def head_wants(recipe: Recipe, shape: TargetShape, weights: TargetWeights | None
     config = parse_head(recipe.head)
     with torch.device("meta"):
         head = build_head(config, shape, None)
+    if recipe.train.init == "induction" and not head.can_copy:
+        able = ", ".join(kind for kind, cls in HEADS.items() if cls.can_copy)
+        raise RecipeError(
+            f"train.init=induction: a head of kind {config.kind!r} has no such start (kinds that have: {able}); set "
+            "train.init to target or random"
+        )
     if weights is not None:
         try:
             head.check_start(weights)

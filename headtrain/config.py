@@ -228,10 +228,10 @@ class TrainSection(Strict):
     log_every: int = Field(10, ge=1, description="optimizer steps between lines of metrics")
     trackers: list[Literal["wandb", "tensorboard"]] = Field(default_factory=list)
     max_bad_steps: int = Field(10, ge=1, description="non-finite steps in a row that stop the run")
-    init: Literal["target", "random"] = Field("target", description="start from the target's own tensors")
-    warm_start: str | None = Field(
-        None, description="trained head to continue from: a run, a checkpoint or an export on this machine"
+    init: Literal["target", "random", "induction"] = Field(
+        "target", description="the target's tensors, random ones, or an attention that copies (EAGLE-3)"
     )
+    warm_start: str | None = Field(None, description="trained head to continue from: a run, checkpoint or export here")
     warm_start_vocab: Literal["keep", "recipe"] = Field(
         "keep", description="draft vocabulary of a warm start: keep the trained one, or choose it from this data"
     )

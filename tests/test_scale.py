@@ -31,7 +31,7 @@ from headtrain.scale import (
     part,
     scale,
 )
-from headtrain.train.trainer import check_accumulation
+from headtrain.train.plan import check_accumulation
 from headtrain.types import Batch, Wants
 
 ROOT = Path(__file__).resolve().parent.parent

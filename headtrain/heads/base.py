@@ -6,7 +6,7 @@ Capture, store, trainer, decoder and exporter know a head only through this file
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -154,6 +154,21 @@ class DraftHead(nn.Module, ABC):
     def init_at_random(self, weights: TargetWeights) -> list[str]:
         """Likewise where the head starts as it was built: copy what it saves but does not train."""
         return []
+
+    can_copy: ClassVar[bool] = False  # has the three below
+    induction_tokens: int = 0  # of the training rows, that ``fit_induction`` wants to see
+
+    def init_for_induction(self, weights: TargetWeights) -> list[str]:
+        """What ``fit_induction`` needs of the target; returns what was done."""
+        raise NotImplementedError
+
+    def fit_induction(
+        self, sample: Iterable[tuple[Batch, Features]], total: Callable[[Tensor], Tensor], window: int
+    ) -> list[str]:
+        """Start the attention as one that finds the token at hand earlier in the text and copies what followed it.
+        sample: this rank's part of some training rows; total: adds a tensor up over the ranks; window: tokens of the
+        longest row. Returns what was done."""
+        raise NotImplementedError
 
     @abstractmethod
     def loss(self, batch: Batch, features: Features, teacher: Teacher, depth: int) -> LossSums:

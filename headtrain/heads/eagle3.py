@@ -11,6 +11,7 @@ concatenation is the sum of two projections).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,7 +24,7 @@ from ..losses import SoftTargets, align, align_pairs, vocab_loss, zero_sums
 from ..shift import pair_mask
 from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
-from . import eagle3_export
+from . import eagle3_export, eagle3_induction
 from .base import DraftHead, ExportSpec, HeadConfig, Session, SoftLoss, node_mask, text_hits
 
 
@@ -140,10 +141,30 @@ class Eagle3(DraftHead):
             else:
                 bad = ", ".join(n for n, ok in fits.items() if not ok)
                 done.append(f"decoder layer random: the target's last layer does not fit ({bad})")
+        config = self.config
+        if config.norm_before_fc or config.fc_norm or config.norm_before_residual:
+            done.append(
+                "note: norms rescale the residual stream that these weights were made for; train.init=induction (or "
+                "random) learns faster with them, see recipes/EXPERIMENTS.md"
+            )
         return done
 
     def init_at_random(self, weights: TargetWeights) -> list[str]:
         return [] if self.config.train_lm_head else self._copy_rows(weights)
+
+    can_copy = True
+
+    @property
+    def induction_tokens(self) -> int:
+        return eagle3_induction.SAMPLE * self.fc.in_features
+
+    def init_for_induction(self, weights: TargetWeights) -> list[str]:
+        return self._copy_rows(weights)
+
+    def fit_induction(
+        self, sample: Iterable[tuple[Batch, Features]], total: Callable[[Tensor], Tensor], window: int
+    ) -> list[str]:
+        return eagle3_induction.start(self, sample, total, window)
 
     @torch.no_grad()
     def _copy_rows(self, weights: TargetWeights) -> list[str]:
@@ -152,12 +173,16 @@ class Eagle3(DraftHead):
 
     # -- pieces shared by training and drafting ----------------------------------------------------------------
 
-    def fuse(self, layers: Tensor) -> Tensor:
-        """[n, L, H] target features -> g [n, H]."""
+    def fc_input(self, layers: Tensor) -> Tensor:
+        """[n, L, H] target features -> what fc reads, [n, L * H]."""
         if self.config.fc_norm:
             layers = torch.stack([norm(layers[:, j]) for j, norm in enumerate(self.fc_norm)], 1)
         wide = layers.flatten(1)
-        return self.fc(self.input_norm(wide) if self.config.norm_before_fc else wide)
+        return self.input_norm(wide) if self.config.norm_before_fc else wide
+
+    def fuse(self, layers: Tensor) -> Tensor:
+        """[n, L, H] target features -> g [n, H]."""
+        return self.fc(self.fc_input(layers))
 
     def _embedding(self, tokens: Tensor) -> Tensor:
         embedded = torch.nn.functional.embedding(tokens, self.embed)

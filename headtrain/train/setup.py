@@ -36,7 +36,8 @@ from .backend import Backend
 from .groups import GroupLoader, sharding_of
 from .joint import Joint, no_features
 from .nodes import keeps
-from .trainer import Setup, check_accumulation
+from .plan import check_accumulation
+from .trainer import Setup
 from .warm import WarmStart, check_warm_start, read_warm_start
 from .watch import ALONE, Watch
 
@@ -176,8 +177,9 @@ def make_head(
     console: Console,
     warm: WarmStart | None = None,
 ) -> DraftHead:
-    """Build, attach and start the head: from ``warm``, from the target, or at random, as the recipe says. The same
-    recipe gives the same head on every rank and at every resume."""
+    """Build, attach and start the head: from ``warm``, from the target, or at random, as the recipe says (for
+    ``train.init=induction`` the trainer does the rest). The same recipe gives the same head on every rank and at every
+    resume."""
     size = head_class(config.kind).uses_draft_vocab(config, shape)
     if warm is not None and warm.keep:
         draft_ids = warm.draft_ids
@@ -190,8 +192,8 @@ def make_head(
         for line in warm.start(head, weights):
             console.print(line, markup=False)
     else:
-        start = head.init_from_target if recipe.train.init == "target" else head.init_at_random
-        for line in start(weights):
+        starts = {"target": head.init_from_target, "random": head.init_at_random, "induction": head.init_for_induction}
+        for line in starts[recipe.train.init](weights):
             console.print(f"init: {line}", markup=False)
     return head
 

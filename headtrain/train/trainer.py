@@ -8,14 +8,13 @@ the global number of supervised positions.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import math
 import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from typing import Any, Protocol
 import torch
 import yaml
 
-from ..config import Recipe, RecipeError, Stage, TrainSection, check_depths, digest
+from ..config import Recipe, RecipeError, check_depths, digest
 from ..heads.base import DraftHead
 from ..heads.io import head_metadata
 from ..metadata import Metadata, TargetIdentity, TrainingPart
@@ -37,10 +36,12 @@ from . import checkpoint
 from .backend import Backend
 from .checkpoint import Progress as Counters
 from .console import TrainConsole
+from .induction import fit_induction
 from .joint import Joint
 from .metrics import MetricsFile, flatten, report, scalars, unflatten, zeros
 from .nodes import keeps, same_everywhere, spread
 from .optim import lr_factor
+from .plan import check_accumulation, depth_at, micro_seed, total_steps
 from .watch import ALONE, Watch
 
 
@@ -126,6 +127,12 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
         torn = curve.truncate(counters.step)
         (run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
 
+    started: list[str] = []
+    if settings.init == "induction" and settings.warm_start is None and not found:
+        watch.at("fitting the start")
+        begun = time.monotonic()
+        started = fit_induction(head, setup.train, settings.batch_tokens, setup.max_length, backend)
+        counters.seconds = time.monotonic() - begun
     backend.prepare(joint or head)
     # labels as a bf16 target computes them: a head that trains no lm_head would spend most of a step on an fp32 one
     teacher = teacher.to(backend.device, torch.bfloat16 if backend.precision == "bf16" else None)
@@ -172,6 +179,8 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
     stream = setup.train.batches(first, end, halted=lambda: stop.requested or watch.told)
     depths = [depth_at(settings.depth_schedule, step, total, full) for step in range(1, total + 1)]
     with stop, closing(stream), TrainConsole(depths, counters.step, counters.packed, quiet=not backend.main) as console:
+        for line in started:
+            console.say(f"init: {line}")
         if found:
             console.say(f"resuming from {found[-1]}: step {counters.step} of {total}")
         if idle := -settings.accumulation % backend.world:
@@ -301,44 +310,6 @@ def write(backend: Backend, curve: MetricsFile, line: dict[str, Any]) -> None:
 def summary(numbers: dict[str, Any]) -> str:
     alpha = " ".join("-" if a is None else f"{a:.2f}" for a in numbers["alpha"])
     return f"loss {numbers['loss']:.3f} simulated tau {numbers['tau']:.3f} alpha {alpha}"
-
-
-def check_accumulation(recipe: Recipe, ranks: int, resumes: bool) -> None:
-    """Raises RecipeError where the micro-batches of a step do not divide over the ranks. A run that goes on keeps its
-    accumulation, so it may have ranks left over; not where ranks run a split target together, as often each."""
-    count = recipe.train.accumulation
-    if count % ranks == 0 or (resumes and recipe.target.shard == "none"):
-        return
-    if resumes:
-        fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise RecipeError(
-            f"train.accumulation: {count} micro-batches do not divide over {ranks} ranks, as they must where target."
-            f"shard={recipe.target.shard}; this run can go on with {fitting} ranks"
-        )
-    raise RecipeError(
-        f"train.accumulation: {count} micro-batches do not divide over {ranks} ranks; use a multiple of {ranks}"
-    )
-
-
-def total_steps(settings: TrainSection, micro_batches: int) -> int:
-    """Optimizer steps of a run whose epoch has ``micro_batches``."""
-    return settings.steps or max(1, round(settings.epochs * micro_batches / settings.accumulation))
-
-
-def depth_at(stages: Sequence[Stage], step: int, total: int, full: int) -> int:
-    """The depth of optimizer step ``step`` (1-based): stages end at rounded fractions of ``total``; ``full`` without
-    stages."""
-    gone = 0.0
-    for stage in stages:
-        gone += stage.fraction
-        if step <= round(gone * total):
-            return stage.depth
-    return stages[-1].depth if stages else full
-
-
-def micro_seed(seed: int, index: int) -> int:
-    """32 bits for the generators while micro-batch ``index`` is computed."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "big")
 
 
 def set_aside(run: Path) -> None:

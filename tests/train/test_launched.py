@@ -17,7 +17,7 @@ from headtrain.config import RecipeError, load_recipe
 from headtrain.train import __main__ as command
 from headtrain.train import launched
 from headtrain.train.backend import Backend
-from headtrain.train.trainer import check_accumulation
+from headtrain.train.plan import check_accumulation
 from headtrain.train.watch import Watch
 
 ROOT = Path(__file__).parents[2]

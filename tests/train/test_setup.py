@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from headtrain.capture import Rows, capture, head_wants, plan_rows
 from headtrain.config import Recipe, RecipeError
 from headtrain.data.store import StoreError
+from headtrain.heads.eagle3 import Eagle3
 from headtrain.heads.io import load_head, read_tensors
 from headtrain.metadata import Metadata
 from headtrain.target import edges
@@ -98,6 +100,34 @@ def test_stored_features_are_trained_on_without_the_targets_body(recipe, backend
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert torch.equal(second.teacher.weight, first.teacher.weight)
     train(recipe, second, backend)
+
+
+@pytest.mark.parametrize("mode", ["offline", "online", "stream"])
+def test_induction_is_fitted_on_the_runs_own_rows_and_once(recipe, backend, tmp_path, monkeypatch, mode):
+    """Interrupted at step 2 and resumed is the uninterrupted run; the fit is the start's alone."""
+    recipe.train.init, recipe.head["norm_output"] = "induction", True
+    capture(recipe, console=quiet())
+    fits, good = [], Eagle3.fit_induction
+
+    def fit(head, sample, total, window):
+        parts = list(sample)
+        fits.append(sum(len(batch) for batch, _ in parts))
+        return good(head, iter(parts), total, window)
+
+    monkeypatch.setattr(Eagle3, "fit_induction", fit)
+    recipe.features.dir, recipe.features.mode = str(recipe.features_dir), mode
+    setup = prepare_run(recipe, backend, quiet())
+    before = {name: value.clone() for name, value in setup.head.state_dict().items()}
+    whole = train(recipe, setup, backend)
+    assert len(fits) == 1 and fits[0] >= 0.9 * sum(setup.train.source.lengths)  # few rows: all of them
+    for step in (2, 4):
+        attention = read_tensors(recipe.output_dir / f"checkpoints/step-{step:06d}/head.safetensors")
+        assert not torch.equal(attention["fc.weight"], before["fc.weight"])
+    shutil.rmtree(whole.last)
+    again = train(recipe, prepare_run(recipe, backend, quiet()), backend)
+    assert len(fits) == 1 and again.step == 4
+    first, second = whole, again
+    assert first.evaluation == second.evaluation
 
 
 def test_another_kind_of_head(recipe, backend):

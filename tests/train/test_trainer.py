@@ -11,7 +11,8 @@ from headtrain.config import RecipeError, Stage
 from headtrain.heads.io import read_tensors
 from headtrain.train import checkpoint, trainer
 from headtrain.train.backend import Backend
-from headtrain.train.trainer import check_accumulation, depth_at, micro_seed, total_steps, train
+from headtrain.train.plan import check_accumulation, depth_at, micro_seed, total_steps
+from headtrain.train.trainer import train
 from headtrain.types import LossSums, Row
 
 
