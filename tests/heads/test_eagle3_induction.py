@@ -99,6 +99,10 @@ def test_a_draft_vocabulary_is_copied_from_alone(loud):
     may = (batch.pos >= LONG + 1) & (torch.roll(batch.ids, -2) % 2 == 0)
     assert float(hits[may].float().mean()) > 0.8
     assert not hits[torch.roll(batch.ids, -2) % 2 == 1].any()
+    # 150 rows in 256 dimensions: what the lm_head does not read is not written, and leaves room to what it reads
+    unread = torch.linalg.svd(head.lm_head.weight)[2][150:]
+    written = head.midlayer.self_attn.o_proj.weight
+    assert (unread @ written).norm() < 1e-3 * written.norm()
 
 
 def test_canonical_correlations_are_those_of_the_definition():
