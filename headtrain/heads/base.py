@@ -111,6 +111,10 @@ class DraftHead(nn.Module, ABC):
         """Target ids -> their places in the draft vocabulary, of any shape; -1 where it does not have them."""
         return tokens if self.to_draft is None else self.to_draft[tokens]
 
+    def drafted_rows(self, weights: TargetWeights) -> Tensor:
+        """[Vd, H]: the target's lm_head rows of the draft vocabulary."""
+        return weights.lm_head if self.draft_ids is None else weights.lm_head[self.draft_ids]
+
     def restricted(self, teacher: Teacher) -> Teacher:
         """The teacher over the draft vocabulary, gathered once for each teacher."""
         if self.draft_ids is None:

@@ -168,7 +168,7 @@ class Eagle3(DraftHead):
 
     @torch.no_grad()
     def _copy_rows(self, weights: TargetWeights) -> list[str]:
-        self.lm_head.weight.copy_(weights.lm_head if self.draft_ids is None else weights.lm_head[self.draft_ids])
+        self.lm_head.weight.copy_(self.drafted_rows(weights))
         return ["lm_head = the target's rows"]
 
     # -- pieces shared by training and drafting ----------------------------------------------------------------

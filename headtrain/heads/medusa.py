@@ -100,7 +100,7 @@ class Medusa(DraftHead):
     def init_from_target(self, weights: TargetWeights) -> list[str]:
         if not self.config.own_lm_head:
             return ["blocks = identity; lm_head shared with the target"]
-        rows = weights.lm_head if self.draft_ids is None else weights.lm_head[self.draft_ids]
+        rows = self.drafted_rows(weights)
         with torch.no_grad():
             for lm_head in self.lm_heads:
                 lm_head.weight.copy_(rows)

@@ -68,7 +68,7 @@ class Mtp(ModuleParts, RecurrentHead):
         if self.later:
             done.append(f"{len(self.chain)} modules, all alike")
         if self.config.own_lm_head:
-            rows = weights.lm_head if self.draft_ids is None else weights.lm_head[self.draft_ids]
+            rows = self.drafted_rows(weights)
             with torch.no_grad():
                 self.lm_head.weight.copy_(rows)
             done.append("lm_head = the target's rows")

@@ -126,8 +126,7 @@ def test_induction_is_fitted_on_the_runs_own_rows_and_once(recipe, backend, tmp_
     shutil.rmtree(whole.last)
     again = train(recipe, prepare_run(recipe, backend, quiet()), backend)
     assert len(fits) == 1 and again.step == 4
-    first, second = whole, again
-    assert first.evaluation == second.evaluation
+    assert whole.evaluation == again.evaluation
 
 
 def test_another_kind_of_head(recipe, backend):
