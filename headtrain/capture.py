@@ -91,11 +91,17 @@ def head_wants(recipe: Recipe, shape: TargetShape, weights: TargetWeights | None
     config = parse_head(recipe.head)
     with torch.device("meta"):
         head = build_head(config, shape, None)
-    if recipe.train.init == "induction" and not head.can_copy:
+    fitted = recipe.train.init == "induction" and recipe.train.warm_start is None
+    if fitted and not head.can_copy:
         able = ", ".join(kind for kind, cls in HEADS.items() if cls.can_copy)
         raise RecipeError(
             f"train.init=induction: a head of kind {config.kind!r} has no such start (kinds that have: {able}); set "
             "train.init to target or random"
+        )
+    if fitted and recipe.train.joint is not None:
+        raise RecipeError(
+            "train.init=induction is fitted to features before the first step, and train.joint computes them only in "
+            "the steps: train the head alone first and give it as train.warm_start, or set train.init to target"
         )
     if weights is not None:
         try:
@@ -211,10 +217,10 @@ def fill_stores(recipe: Recipe, target: Any, wants: Wants, rows: dict[str, Rows]
     todo = {name: writer.todo() for name, writer in writers.items()}
     sizes = {name: shard_sizes(plans[name], rows[name].rows) for name, shards in todo.items() if shards}
     announce(console, folder, plans, todo, sizes)
-    if not sizes:
-        for writer in writers.values():
+    for name, writer in writers.items():
+        if name not in sizes:
             join(recipe, writer.storage, console).tidy()
-    else:
+    if sizes:
         with saying_why_not_written(folder), ExitStack() as stack:
             workers = {name: stack.enter_context(join(recipe, writers[name].storage, console)) for name in sizes}
             for name, those in workers.items():

@@ -94,7 +94,10 @@ def measured(entry: Entry, out: Path, minutes: float, k: int) -> dict:
     if not settled.is_file():
         run.mkdir(parents=True, exist_ok=True)
         settled.write_text(json.dumps({"steps": steps_for(entry, minutes, out, log), "minutes": minutes}))
-    steps = json.loads(settled.read_text())["steps"]
+    found = json.loads(settled.read_text())
+    if found["minutes"] != minutes:
+        sys.exit(f"{run} was begun for {found['minutes']:g} minutes, not {minutes:g}: give another --out, or remove it")
+    steps = found["steps"]
     never = ("eval_every", "save_every")
     lines = train(entry, run, log, f"train.steps={steps}", *(f"train.{key}={steps}" for key in never))
     last = [line for line in lines if line["kind"] == "train"][-1]
@@ -112,7 +115,7 @@ def table(rows: list[dict]) -> str:
     routes = [part["route"] for part in rows[0]["summary"]]
     head = [
         "head",
-        "M trained",
+        "M parameters",
         "steps",
         "min",
         "supervised tokens/s",

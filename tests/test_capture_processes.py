@@ -53,11 +53,10 @@ def write_recipe(tmp_path: Path, target: Path, name: str, train_as: dict | None 
     return recipe
 
 
-def run_rank(rank: int, path: str, dies: int | None = None) -> None:
-    """The command in one process; ``dies``: the rank that is killed at its second forward."""
+def run_rank(rank: int, path: str, world: int = 1, dies: int | None = None) -> None:
+    """The command in one process; ``dies``: the rank that is killed at its second forward. No rank goes on to that
+    before all of ``world`` are at it, each with a shard of its own, however late one of them started."""
     load = command.load_target
-
-    dying = Path(path).with_suffix(".dying")
 
     def load_slowly(*args):
         target, calls = load(*args), []
@@ -65,11 +64,12 @@ def run_rank(rank: int, path: str, dies: int | None = None) -> None:
 
         def slow(*args):
             calls.append(1)
-            if rank == dies and len(calls) == 2:
-                dying.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            while dies is not None and rank != dies and len(calls) == 2 and not dying.exists():
-                time.sleep(0.02)  # it started late: leave it some
+            if len(calls) == 2:
+                Path(path).with_suffix(f".{rank}.there").touch()
+                while any(not Path(path).with_suffix(f".{r}.there").exists() for r in range(world) if r != rank):
+                    time.sleep(0.02)
+                if rank == dies:
+                    os.kill(os.getpid(), signal.SIGKILL)
             return features(*args)
 
         target.features = slow
@@ -91,13 +91,13 @@ def test_ranks_share_the_work_and_a_killed_ones_is_taken_over(tmp_path, tiny_fol
     alone = write_recipe(tmp_path, tiny_folder, "alone")
     capture(alone, target=load_target(alone.target, "cpu"), console=QUIET)
     write_recipe(tmp_path, tiny_folder, "shared")
-    started = ranks.start_ranks(run_rank, 3, tmp_path, str(tmp_path / "shared.yaml"), 1)
+    started = ranks.start_ranks(run_rank, 3, tmp_path, str(tmp_path / "shared.yaml"), 3, 1)
     assert ranks.finish(started, 120) == [0, -signal.SIGKILL, 0]
     assert files(tmp_path / "shared") == files(tmp_path / "alone")
     said = [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(3)]
     assert "capture rank 1 (" in said[0] + said[2] and f"process {started[1].pid}) died" in said[0] + said[2]
     assert "taking over shard" in said[0] + said[2]
-    assert "tokens/s" in said[0] and "by this process)" in said[0] and "tokens/s" not in said[2]
+    assert "tokens/s" in said[0] and "by this process)" in said[0] and "tokens/s" not in said[2], said[0]
 
 
 def test_training_streams_from_the_command_to_the_same_head(tmp_path, tiny_folder):
@@ -186,6 +186,28 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         return b""
+
+
+def test_a_complete_split_is_tidied_though_the_other_one_is_not_complete(tmp_path, tiny_folder):
+    """A capture was killed between a shard's record and the end of its claim, or while it made one."""
+    recipe = write_recipe(tmp_path, tiny_folder, "store")
+    capture(recipe, console=QUIET)
+    before = files(tmp_path / "store")
+    (tmp_path / "store/train/claim-00000-1.json").write_text("of a process that was killed")
+    (tmp_path / "store/eval/shard-00000.json").unlink()
+    capture(recipe, console=QUIET)
+    assert files(tmp_path / "store") == before
+
+
+def test_a_file_that_could_not_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    for write in (Local(tmp_path).write, Local(tmp_path).create):
+        with pytest.raises(OSError, match="No space left"):
+            write("claim-00000-1.json", b"content")
+    assert not files(tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["offline", "stream"])

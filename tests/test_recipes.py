@@ -80,6 +80,12 @@ PUBLISHED = {
         max_position_embeddings=163840, rms_norm_eps=1e-6, rope_theta=10000, rope_scaling=DEEPSEEK_YARN | SHORT,
         tie_word_embeddings=False, vocab_size=129280,
     ),
+    "XiaomiMiMo/MiMo-7B-RL": dict(  # transformers has no MiMo: its classes are Qwen2's, with a module beside them
+        model_type="mimo", architectures=["MiMoForCausalLM"], attention_bias=True, head_dim=128, hidden_size=4096,
+        intermediate_size=11008, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+        num_nextn_predict_layers=1, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=640000,
+        rope_scaling=None, tie_word_embeddings=False, vocab_size=151680,
+    ),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": dict(
         model_type="qwen3_next", architectures=["Qwen3NextForCausalLM"], hidden_size=2048, intermediate_size=5120,
         moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=512, num_experts_per_tok=10,
@@ -133,10 +139,14 @@ def test_expected_shapes_and_parameters_are_the_published_ones(name):
     """The real config gives exactly the recipe's shape, and the model built from it (without memory) its parameters."""
     import transformers
 
+    class MiMoConfig(transformers.Qwen2Config):
+        model_type = "mimo"
+
     values = dict(PUBLISHED[name])
-    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    kind = values.pop("model_type")
+    config = MiMoConfig(**values) if kind == "mimo" else transformers.AutoConfig.for_model(kind, **values)
     with torch.device("meta"):
-        model = getattr(transformers, config.architectures[0])(config)
+        model = getattr(transformers, config.architectures[0], transformers.Qwen2ForCausalLM)(config)
     size = {key: p.numel() for key, p in model.named_parameters()}  # a tied lm_head is listed once
     experts = sum(n for key, n in size.items() if ".experts." in key)
     of, used = EXPERTS.get(name, (1, 1))

@@ -49,6 +49,18 @@ def some(size: int, seed: int = 0) -> torch.Tensor:
 # -- choosing ------------------------------------------------------------------------------------------------------
 
 
+def test_a_corpus_of_few_tokens_is_filled_with_the_lowest_unseen_ids_and_says_so():
+    """CASES 16."""
+    counts = torch.zeros(200, dtype=torch.int64)
+    seen = torch.arange(100, 200, 10)
+    counts[seen] = torch.arange(10, 0, -1)
+    with pytest.warns(
+        UserWarning, match="10 distinct supervised tokens, fewer than the draft vocabulary of 64.* 54 unseen"
+    ):
+        ids = vocab.choose(counts, 64)
+    assert ids.tolist() == [*range(54), *seen.tolist()]
+
+
 @pytest.mark.parametrize("size", [0, -1, 11])
 def test_choose_refuses_a_size_that_the_target_has_not(size):
     with pytest.raises(ValueError, match=f"draft vocabulary of {size}: expected 1 to 10"):

@@ -71,7 +71,10 @@ class Maker:
         return ModelDrafter(drafter.model, self.target, plan), plan.depth
 
     def _dynamic(self, drafter: Drafter, nodes: int) -> DynamicTree:
-        depth = self.tree_depth or drafter.trained_depth or 6  # a draft model has no depth of its own
+        usual = drafter.trained_depth
+        if isinstance(drafter, HeadDrafter) and drafter.head.drafts_deeper:
+            usual = drafter.head.wants().depth
+        depth = self.tree_depth or usual or 6  # of a draft model, and of an imported head, nobody says
         depth = min(depth, nodes)
         # as many nodes a level as the budget can keep; ten, the reference's, from 60 nodes on
         return DynamicTree(nodes, depth, self.branch or max(2, min(10, -(-nodes // depth))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +12,8 @@ from ..config import RecipeError
 from .common import (
     RunArgument,
     TargetOption,
-    device,
     err,
+    load_for,
     out,
     read_head,
     recipe_of,
@@ -42,7 +43,7 @@ def vocab(
     from ..heads.io import head_metadata, save_head
     from ..heads.resize import with_draft_ids
     from ..metadata import write_text
-    from ..target.load import load_target
+    from ..target.adapter import FOLDER as ADAPTER
 
     head, metadata, folder = read_head(run)
     everything = head.shape.vocab_size
@@ -55,7 +56,7 @@ def vocab(
         raise RecipeError(f"no recipe.yaml beside {run}: it says how rows are read; give the run or a checkpoint of it")
     if data:
         recipe.data.train = data
-    loaded = load_target(target_section(target, recipe), device())
+    loaded = load_for(target_section(target, recipe), folder)
     require_same_target(metadata, loaded.identity, folder)
     rows = plan_rows(recipe, loaded.tokenizer)["train"].rows
     counts = count_tokens(rows, everything)
@@ -67,6 +68,8 @@ def vocab(
     changed = head_metadata(new, metadata.target, training=metadata.training)
     changed.head.depth = metadata.head.depth
     save_head(to, new, changed)
+    if (folder / ADAPTER).is_dir():  # of a target that was trained with its head: it goes where the head goes
+        shutil.copytree(folder / ADAPTER, to / ADAPTER)
 
     recipe.name, recipe.features.dir = f"{recipe.name}-vocab{size}", str(recipe.features_dir)
     recipe.output, recipe.head = None, new.config.model_dump(mode="json")

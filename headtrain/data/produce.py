@@ -42,10 +42,13 @@ def fill(
 ) -> None:
     """Return when every shard of the store is complete, whoever captured it."""
     lengths, mine = [len(row) for row in rows], set[int]()
-    before, others = writer.complete(), meter.others
-    while len(complete := writer.complete()) < len(writer.manifest.shards) - 1:
+    before, others, shards = writer.complete(), meter.others, len(writer.manifest.shards) - 1
+    while True:
+        complete = writer.complete()
         meter.advance(0, others + tokens_of(writer.manifest, lengths, complete - before - mine))
-        number = workers.take(n for n in range(len(writer.manifest.shards) - 1) if n not in complete)
+        if len(complete) == shards:
+            break
+        number = workers.take(n for n in range(shards) if n not in complete)
         if number is None:
             time.sleep(writer.storage.poll)
         elif capture_shard(writer, workers, number, rows, target, wants, batch_tokens, meter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -68,15 +69,26 @@ class Local:
 
     def write(self, name: str, data: bytes, sync: bool = True) -> None:
         """Atomically, in place of what is there. sync: safe against a power cut, too."""
-        os.replace(self._staged(name, data, sync), self.folder / name)
+        temporary = self._staged(name, data, sync)
+        try:
+            os.replace(temporary, self.folder / name)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
     def _staged(self, name: str, data: bytes, sync: bool) -> Path:
         temporary = self.staging(name)
-        with open(temporary, "wb") as file:
-            file.write(data)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+        except BaseException:  # a full disk, a signal: nobody else clears it away once this process has left
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
         return temporary
 
     def create(self, name: str, data: bytes) -> bool:
@@ -89,7 +101,7 @@ class Local:
         except OSError:  # a file system without links: its name is exclusive, its content follows
             return self._create(name, data)
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)  # another process has cleared it away where this one was taken for dead
         return True
 
     def _create(self, name: str, data: bytes) -> bool:

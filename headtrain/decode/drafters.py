@@ -240,12 +240,12 @@ class HeadDrafter(SessionDrafter):
         trained_depth: int | None = None,
     ) -> None:
         """head: on the target's device, with the target's tensors attached. name: tells it from another head of its
-        kind; default: the kind. trained_depth: where the head's config does not know it (an engine's form)."""
+        kind; default: the kind. trained_depth: of which a deeper draft warns; None: nobody says (an imported head)."""
         super().__init__(plan)
         self.name = name or head.config.kind
         self.head = head.eval()
         wants = head.wants()
-        self.layers, self.trained_depth, self.max_k = wants.layers, trained_depth or wants.depth, head.max_depth
+        self.layers, self.trained_depth, self.max_k = wants.layers, trained_depth, head.max_depth
         self.draft_ids, self.vocab_size = head.draft_ids, head.shape.vocab_size
 
     def open(self, prompt: Tensor, max_length: int) -> Session:

@@ -257,9 +257,12 @@ def launch_line(export: str | Path, target: str | None = None, draft: DraftToken
 
 
 def usual_draft(metadata: Metadata) -> DraftTokens:
-    """The usual chain of 3, or the trained depth where that is less."""
+    """The usual chain of 3, or the trained depth where that is less; of a head that is made to draft deeper than it
+    is trained, the depth that it is measured to."""
+    head = metadata.head
+    depth = head.config["depth"] if head_class(head.kind).drafts_deeper else head.depth
     return DraftTokens(
-        min(metadata.head.depth or 3, 3),
+        min(depth or 3, 3),
         "the default, not measured: `headtrain eval --k 1,2,3,5` before the export finds the best",
     )
 

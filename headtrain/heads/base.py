@@ -133,6 +133,12 @@ class DraftHead(nn.Module, ABC):
         unrolled further than it was trained, at falling acceptance)."""
         return None
 
+    drafts_deeper: ClassVar[bool] = False  # than it is trained: it is made to (EAGLE-1)
+
+    def trained_depth(self, unrolled: int) -> int:
+        """The deepest draft that is trained where training unrolls to ``unrolled``."""
+        return unrolled
+
     @classmethod
     def uses_draft_vocab(cls, config: HeadConfig, shape: TargetShape) -> int | None:
         """The size of the reduced draft vocabulary that this configuration asks for, or None: ``draft_vocab_size`` of

@@ -55,6 +55,7 @@ class Eagle1Config(HeadConfig):
 class Eagle1(RecurrentHead):
     Config = Eagle1Config
     dialects = eagle1_export.FORMS
+    drafts_deeper = True
 
     def __init__(self, config: Eagle1Config, shape: TargetShape, draft_ids: Tensor | None) -> None:
         super().__init__(config, shape, draft_ids)
@@ -69,6 +70,9 @@ class Eagle1(RecurrentHead):
 
     def wants(self) -> Wants:
         return Wants(layers=(), final="all", depth=self.config.depth)
+
+    def trained_depth(self, unrolled: int) -> int:
+        return min(unrolled, self.config.steps)
 
     def init_from_target(self, weights: TargetWeights) -> list[str]:
         """fc passes the feature through and the layer is the target's last one, adding nothing at first."""

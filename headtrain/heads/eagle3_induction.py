@@ -11,7 +11,9 @@ needs. Position s reads the target's features of token s, which tell that token,
   does not matter;
 - values and o_proj: a random projection of the token's lm_head row, whitened, and its way back.
 
-The part of fc that the keys read writes where the lm_head reads least. Everything is trained on from there.
+The part of fc that the keys read writes where the lm_head reads least. Everything is trained on from there: where
+queries, keys, values or o_proj have no part in this, one of the two factors keeps its random start (both at zero would
+have no gradient, ever), which also parts the heads of a group.
 """
 
 from __future__ import annotations
@@ -89,9 +91,10 @@ def canonical(found: Moments, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cholesky(covariance: Tensor) -> Tensor:
+    """Changes ``covariance``: of a large target it is too large for copies (4.8 GB of 3 x 8,192 features)."""
     diagonal = covariance.diagonal()
-    ridge = RIDGE * diagonal + 1e-6 * diagonal.mean()
-    return torch.linalg.cholesky(covariance + torch.diag(ridge))
+    diagonal += RIDGE * diagonal + 1e-6 * diagonal.mean()
+    return torch.linalg.cholesky(covariance)
 
 
 def still(head: Eagle3, window: int) -> Tensor:
@@ -118,6 +121,11 @@ def start(
             "set train.init to random, or data.max_length lower"
         )
     found = moments(head, batches, total)
+    if not bool(found.features.isfinite().all()):
+        raise ValueError(
+            "non-finite features in the first rows: nothing can be fitted to them; another target.dtype (bfloat16, "
+            "float32) is the usual cure"
+        )
     codes = min(head.shape.num_kv_heads * len(places), head.shape.hidden_size // 4)
     a, b, r = canonical(found, codes)
     rows = head.lm_head.weight.double().cpu()
@@ -128,10 +136,13 @@ def start(
     matrices = {head.fc: _fc(head, found, b, told), attention.q_proj: q, attention.k_proj: k}
     for matrix, value in (matrices | {attention.v_proj: v, attention.o_proj: o}).items():
         matrix.weight.copy_(value)
-    return [
+    done = (
         f"attention copies what followed the token before: {codes} directions tell it, correlations {r[0]:.2f} to "
         f"{r[-1]:.2f} over {int(found.count):,} tokens"
-    ]
+    )
+    wanted = head.induction_tokens
+    few = f"few tokens for such a start ({wanted:,} would do): correlations look better than they are"
+    return [done] if found.count >= wanted / 2 else [done, few]
 
 
 def _fc(head: Eagle3, found: Moments, b: Tensor, told: Tensor) -> Tensor:
@@ -145,27 +156,30 @@ def _fc(head: Eagle3, found: Moments, b: Tensor, told: Tensor) -> Tensor:
 def _queries_and_keys(head: Eagle3, a: Tensor, told: Tensor, r: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Both in the dimensions ``places`` of each head, every group with its own part of the directions. Queries read
     the embedding, keys fc's output; a direction counts as in the log-likelihood of a match (Gaussian)."""
-    shape, attention = head.shape, head.midlayer.self_attn
-    size, dim, groups = shape.hidden_size, shape.head_dim, shape.num_kv_heads
-    each = shape.num_heads // groups
+    attention, size, groups = head.midlayer.self_attn, head.shape.hidden_size, head.shape.num_kv_heads
     weight = r / (1 - r.square()).clamp(min=0.05)
-    q, k = torch.zeros_like(attention.q_proj.weight), torch.zeros_like(attention.k_proj.weight)
+    q, k = attention.q_proj.weight.clone(), torch.zeros_like(attention.k_proj.weight)
+    queries, keys = _by_group(head, q, 0), _by_group(head, k, 0)
     for group in range(groups):
         pick = torch.arange(group, len(r), groups)
         sharp = (weight[pick] * (MATCH / head.scale / (weight[pick] * r[pick]).sum())).sqrt()
         at = places[: len(pick)]
-        k[group * dim + at, size:] = (told[:, pick] * sharp).T.to(k)
-        for h in range(group * each, (group + 1) * each):
-            q[h * dim + at, :size] = (a[:, pick] * sharp).T.to(q)
+        keys[group, 0][at, size:] = (told[:, pick] * sharp).T.to(k)
+        queries[group][:, at] = 0
+        queries[group][:, at, :size] = (a[:, pick] * sharp).T.to(q)
     return q, k
+
+
+def _by_group(head: Eagle3, matrix: Tensor, at: int) -> Tensor:
+    """A view of q, k, v or o whose dimension ``at`` (heads times their size) is [groups, heads of a group, size]."""
+    return matrix.unflatten(at, (head.shape.num_kv_heads, -1, head.shape.head_dim))
 
 
 def _values(head: Eagle3, rows: Tensor, power: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """From a token's embedding to its lm_head row, through as many directions as there are values: at random ones of
     the whitened rows. (The best-fitting ones would say how large rows are, and not tell them apart.)"""
     shape, attention = head.shape, head.midlayer.self_attn
-    size, dim, groups = shape.hidden_size, shape.head_dim, shape.num_kv_heads
-    each = shape.num_heads // groups
+    size = shape.hidden_size
     ids = torch.arange(shape.vocab_size) if head.draft_ids is None else head.draft_ids
     embedded = head._embedding(ids.to(head.device)).double().cpu()
     floor = power + RIDGE * power.mean()
@@ -174,15 +188,15 @@ def _values(head: Eagle3, rows: Tensor, power: Tensor, basis: Tensor) -> tuple[T
     gram = embedded.T @ embedded
     gram += 1e-4 * gram.diagonal().mean() * torch.eye(size, dtype=torch.float64)
     to_code = torch.linalg.solve(gram, embedded.T @ (rows @ white))
-    kept = min(size, groups * dim)
+    kept = min(size, shape.num_kv_heads * shape.head_dim)
     generator = torch.Generator().manual_seed(0)
     projection = torch.linalg.qr(torch.randn(size, kept, generator=generator, dtype=torch.float64))[0]
     into, back = to_code @ projection, projection.T @ way_back
     back = back * (COPY / (embedded @ into @ back).square().mean().sqrt())
-    v, o = torch.zeros_like(attention.v_proj.weight), torch.zeros_like(attention.o_proj.weight)
+    v, o = attention.v_proj.weight.clone(), torch.zeros_like(attention.o_proj.weight)
+    v[:kept] = 0
     v[:kept, :size] = into.T.to(v)
-    for group in range(-(-kept // dim)):
-        part = back[group * dim : (group + 1) * dim].T / each
-        for h in range(group * each, (group + 1) * each):
-            o[:, h * dim : h * dim + part.shape[1]] = part.to(o)
+    columns = _by_group(head, o, 1)
+    for group, part in enumerate(back.split(shape.head_dim)):
+        columns[:, group, :, : len(part)] = (part.T / columns.shape[2]).unsqueeze(1).to(o)
     return v, o

@@ -24,7 +24,9 @@ def head_metadata(head: DraftHead, target: TargetIdentity, **more) -> Metadata:
     """The metadata of ``head`` trained on ``target``; ``more``: training, acceptance."""
     wants = head.wants()
     return Metadata(
-        head=HeadPart(kind=head.config.kind, config=head.config.model_dump(mode="json"), depth=wants.depth),
+        head=HeadPart(
+            kind=head.config.kind, config=head.config.model_dump(mode="json"), depth=head.trained_depth(wants.depth)
+        ),
         target=target,
         features=FeaturesPart(layers=list(wants.layers)),
         draft_vocab=DraftVocabPart(size=head.draft_vocab_size, sha256=vocab.sha256(head.draft_ids)),

@@ -259,15 +259,26 @@ def foreign(cls, config: dict[str, Any], tensors: dict[str, Tensor], shape: Targ
 
 
 def _share(tensors: dict[str, Tensor], heads: int, layers: int, notes: list[str]) -> None:
-    """Fill in the layers that a file without duplicates leaves out, in place."""
+    """Fill in the layers that a file without duplicates leaves out, in place; and say which heads apply one block again
+    and again (the reference's code repeats a list of one), since here every layer is a tensor of its own."""
+    shared = 0
     for i in range(heads):
         for part in ("weight", "bias"):
             names = [f"blocks.{i}.layers.{j}.{part}" for j in range(layers)]
             there = [n for n in names if n in tensors]
             if len(there) == 1:
                 tensors.update({n: tensors[there[0]].clone() for n in names})
-            elif len(there) == layers and any(not torch.equal(tensors[n], tensors[names[0]]) for n in names):
+            elif len(there) < layers:
+                continue
+            if all(torch.equal(tensors[n], tensors[names[0]]) for n in names):
+                shared += part == "weight"
+            else:
                 notes.append(
                     f"head {i}: the layers' {part}s differ, so they were not trained by the reference's code (it has "
                     "one block and would apply the last to all); they are kept as they are"
                 )
+    if shared:
+        notes.append(
+            f"{shared} of {heads} heads apply one block {layers} times, as the reference's code shares it: they draft "
+            "as there, with a copy for each layer; training them on parts the copies, which the hf form cannot hold"
+        )

@@ -24,7 +24,7 @@ from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
 from . import mtp_export
 from .base import DraftHead, ExportSpec, Session, text_hits
-from .experts import Experts, imbalance
+from .experts import KINDS, Experts, imbalance
 from .mtp_chain import ChainSession
 from .mtp_config import MtpConfig
 from .mtp_module import LaterModule, ModuleParts
@@ -65,6 +65,11 @@ class Mtp(ModuleParts, RecurrentHead):
     def init_from_target(self, weights: TargetWeights) -> list[str]:
         """Every module starts as ``start_parts`` says."""
         done = [module.start_parts(weights) for module in self.chain][0]
+        if self.shape.experts is not None and self.config.block == "auto" and not isinstance(self.block.mlp, Experts):
+            done.append(
+                f"a dense MLP in place of the target's mixture of experts: that of family {self.shape.model_type!r} is "
+                f"not built here (only {', '.join(KINDS)})"
+            )
         if self.later:
             done.append(f"{len(self.chain)} modules, all alike")
         if self.config.own_lm_head:

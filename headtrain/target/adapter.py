@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,15 +53,26 @@ def select(names: Sequence[str], targets: Sequence[str], key: str) -> list[str]:
 
 def linear_layers(target: Target) -> list[str]:
     """Names in the model of the linear layers of its decoder layers, which an adapter can be put on. Raises
-    TargetError where there is none: quantised layers hold no matrix that an update could be added to."""
+    TargetError where there is none: quantised layers hold no matrix that an update could be added to. Warns where some
+    are and others are not (a quantised checkpoint whose routers stayed whole)."""
     inside = {id(m) for layer in target.parts.layers for m in layer.modules()}
     layers = [(name, m) for name, m in target.model.named_modules() if id(m) in inside]
     found = [name for name, m in layers if isinstance(m, nn.Linear) and m.weight.dtype in PLAIN]
+    able = set(found)
+    kinds = Counter(type(m).__name__ for name, m in layers if name not in able)
+    others = {kind: count for kind, count in sorted(kinds.items()) if "linear" in kind.lower()}
     if not found:
-        kinds = sorted({type(m).__name__ for _, m in layers if "linear" in type(m).__name__.lower()})
         raise TargetError(
             f"train.joint: {target.source.name} has no layer that LoRA can adapt: its linear layers are "
-            f"{', '.join(kinds) or 'none'} (quantised?); load the target unquantised (float32, bfloat16 or float16)"
+            f"{', '.join(others) or 'none'} (quantised?); load the target unquantised (float32, bfloat16 or "
+            "float16)"
+        )
+    if others:
+        left = ", ".join(f"{count} {kind}" for kind, count in others.items())
+        warnings.warn(
+            f"train.joint: of {target.source.name} only {len(found)} linear layers can be adapted; {left} cannot "
+            "(quantised?) and stay as they are. Load the target unquantised to train them, too",
+            stacklevel=2,
         )
     return found
 

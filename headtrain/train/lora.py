@@ -1,5 +1,5 @@
 """LoRA for a head (Hu et al. 2021, arXiv 2106.09685): each matrix W acts as W + (alpha / r) B A, and A and B alone
-are trained.
+are trained. A mixture's experts lie in one tensor, [experts, out, in]; each has an A and a B of its own.
 
 peft makes A and B. Its layers are not used: they add B A x to what a linear layer returns, and heads read weights
 directly (halves of a projection, the lm_head of a chunked loss), where the update would be left out in silence. Here
@@ -8,6 +8,8 @@ token to token: it drops inputs of A for a whole micro-batch.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ FILE = "lora.safetensors"
 
 
 class _Sum(nn.Module):
-    """forward: W [out, in] -> W + scaling * B [out, r] A [r, in]."""
+    """forward: W [..., out, in] -> W + scaling * B [..., out, r] A [..., r, in]."""
 
     def __init__(self, weight: Tensor, section: LoraSection) -> None:
         super().__init__()
@@ -30,19 +32,22 @@ class _Sum(nn.Module):
         from peft import LoraConfig
         from peft.tuners.lora import Linear
 
-        out, size = weight.shape
+        *stack, out, size = weight.shape
         # made on the CPU, so that the same seed gives the same A on every device; W itself is not needed
         base = torch.nn.utils.skip_init(nn.Linear, size, out, bias=False)
         config = LoraConfig(r=section.r, lora_alpha=section.alpha)
-        made = Linear(base, "default", config, r=section.r, lora_alpha=section.alpha)
-        self.lora_A, self.lora_B = (nn.Parameter(x["default"].weight.detach()) for x in (made.lora_A, made.lora_B))
+        made = [Linear(base, "default", config, r=section.r, lora_alpha=section.alpha) for _ in range(math.prod(stack))]
+        a, b = (
+            torch.stack([getattr(x, name)["default"].weight.detach() for x in made]) for name in ("lora_A", "lora_B")
+        )
+        self.lora_A, self.lora_B = (nn.Parameter(x.view(*stack, *x.shape[1:])) for x in (a, b))
         self.to(weight.device, weight.dtype)
-        self.scaling, self.dropout = made.scaling["default"], section.dropout
+        self.scaling, self.dropout = made[0].scaling["default"], section.dropout
 
     def forward(self, weight: Tensor) -> Tensor:
         a = self.lora_A
         if self.training and self.dropout:
-            a = a * nn.functional.dropout(torch.ones_like(a[:1]), self.dropout)
+            a = a * nn.functional.dropout(torch.ones_like(a[..., :1, :]), self.dropout)
         return weight + self.lora_B @ a * self.scaling
 
 
@@ -52,7 +57,7 @@ def inject(head: DraftHead, section: LoraSection, seed: int) -> list[str]:
 
     Raises RecipeError where peft is missing, or for a target that no matrix has.
     """
-    matrices = [name for name, p in head.trainable().items() if p.ndim == 2]
+    matrices = [name for name, p in head.trainable().items() if p.ndim in (2, 3)]
     chosen = matrices if section.targets is None else select(matrices, section.targets, "train.lora.targets")
     head.requires_grad_(False)
     torch.manual_seed(seed)

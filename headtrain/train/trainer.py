@@ -168,7 +168,7 @@ def train(recipe: Recipe, setup: Setup, backend: Backend, fresh: bool = False, w
             versions=versions(),
         )
         found = head_metadata(head, joint.adapter.identity() if joint else setup.identity, training=training)
-        found.head.depth = max((s.depth for s in settings.depth_schedule), default=full)
+        found.head.depth = head.trained_depth(max((s.depth for s in settings.depth_schedule), default=full))
         return found
 
     stop, evaluation, empty = StopSignal(watch), None, 0

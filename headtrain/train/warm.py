@@ -111,6 +111,13 @@ def check_warm_start(
         )
     for line in differences:  # the same target in another version: what a warm start is for
         console.print(f"warm start on another version of the target: {line}", markup=False)
+    if warm.metadata.target.adapter is not None and identity.adapter is None:
+        console.print(
+            f"warm start: the adapter that {warm.folder} was trained with is not continued (train.joint begins one of "
+            "its own, at zero), so the head starts on a target that it was not trained for. To go on from the adapted "
+            "target: target.path=CHECKPOINT/merged, which train.joint.save=merged writes",
+            markup=False,
+        )
     if warm.head.wants().layers != wants.layers:
         raise RecipeError(
             f"train.warm_start: {warm.folder} reads target layers {list(warm.head.wants().layers)}, this recipe's head "

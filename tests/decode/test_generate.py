@@ -223,8 +223,9 @@ def test_a_head_with_one_module_a_depth_refuses_a_longer_chain(target):
 
 
 def test_a_recurrent_head_warns_past_its_trained_depth(target, text):
-    drafter = HeadDrafter(head_for(target, "eagle3", depth=2))
+    drafter = HeadDrafter(head_for(target, "eagle3", depth=2), trained_depth=2)
     assert drafter.max_k is None
-    with pytest.warns(UserWarning, match="drafting 4 tokens deep with .* trained to depth 2"):
+    expected = "drafting 4 tokens deep with .* trained to depth 2: .* acceptance usually falls off after depth 2"
+    with pytest.warns(UserWarning, match=expected):
         out = generate(target, PROMPT, drafter=drafter, k=4, max_new_tokens=20, eos_ids=())
     assert out.tokens == text[:20]

@@ -218,6 +218,7 @@ def test_medusa_layers_that_share_one_block(tmp_path, duplicates):
     file = "medusa_lm_head.pt" if duplicates else "medusa_lm_head.safetensors"
     head, record, metadata = imported(write(tmp_path / "m", config, tensors, file), tmp_path / "out")
     assert record.layout == "Medusa" and metadata.head.depth == 3 and head.config.num_layers == 2
+    assert "3 of 3 heads apply one block 2 times" in record.notes[-1]
     final = torch.randn(5, 64)
     session = head.session(8)
     mine = [session.extend(torch.zeros(5, dtype=torch.long), torch.zeros(5, 0, 64), final)]

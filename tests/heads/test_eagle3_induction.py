@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from headtrain.config import Recipe, RecipeError
 from headtrain.heads import eagle3_induction
 from headtrain.heads.catalog import build_head, parse_head
 from headtrain.heads.eagle3_induction import Moments, canonical, centred, moments, still
+from headtrain.teacher import Teacher
 from headtrain.types import Batch, Features, Row, TargetShape, TargetWeights
 
 H, V, DEPTH, LONG, THETA = 256, 300, 4, 200, 1e6
@@ -131,6 +134,9 @@ def test_moments_add_up_over_ranks_and_see_differences_within_documents_alone():
     sample = [packed(texts(3, 40, seed), features) for seed in (2, 3)]
     whole = moments(head, sample, same)
     parts = [moments(head, [part], same) for part in sample]
+    for name in ("count", "embeddings", "cross", "features", "log_size"):  # two ranks with equal rows
+        twice = torch.as_tensor(getattr(moments(head, sample, lambda x: 2 * x), name))
+        torch.testing.assert_close(twice, 2 * torch.as_tensor(getattr(whole, name)))
     for name in ("count", "embeddings", "cross", "features", "log_size"):
         total = getattr(parts[0], name) + getattr(parts[1], name)
         torch.testing.assert_close(torch.as_tensor(total), torch.as_tensor(getattr(whole, name)))
@@ -152,6 +158,50 @@ def test_only_what_rope_hardly_turns_is_used():
         assert still(head, window).tolist() == expected + [i + 32 for i in expected]
 
 
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_nothing_that_is_trained_starts_without_a_way_to_learn(kv_heads):
+    """A query and a key (or a value and its way out) that are both zero would be for ever. 8 groups have more values
+    than the hidden size, here 512 for 256."""
+    weights, features = target()
+    shape = SHAPE.replace(num_kv_heads=kv_heads, num_heads=8)
+    torch.manual_seed(0)
+    head = build_head(parse_head({"kind": "eagle3", "depth": 1, "draft_vocab_size": None, **THREE}), shape, None)
+    head.attach(weights)
+    head.init_for_induction(weights)
+    head.fit_induction([packed(texts(4, 150, seed), features) for seed in range(2, 12)], same, 2 * LONG)
+    batch, seen = packed([text * 2 for text in texts(2, 20)], features)
+    teacher, final = Teacher(weights.lm_head), features(batch.ids)[:, 0]
+    argmax, lse = teacher.summary(final)
+    seen = replace(seen, final=final, final_at=torch.arange(len(batch)), argmax=argmax, lse=lse)
+    attention, dim = head.midlayer.self_attn, shape.head_dim
+    matrices = {name: getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    moved = {name: torch.zeros(p.shape, dtype=torch.bool) for name, p in matrices.items()}
+    for _ in range(3):  # o_proj, then keys, then queries, where all of a group begins at zero
+        head.zero_grad()
+        head.loss(batch, seen, teacher, 1).total.backward()
+        for name, p in matrices.items():
+            moved[name] |= p.grad != 0
+            with torch.no_grad():
+                p -= 1e-2 * p.grad / p.grad.norm()
+    assert all(moved[name].any(1).all() for name in ("q_proj", "k_proj", "v_proj")) and moved["o_proj"].any(0).all()
+    each = attention.q_proj.weight.unflatten(0, (kv_heads, -1, dim))
+    assert all(not torch.equal(each[:, 0], each[:, other]) for other in range(1, each.shape[1]))  # heads of a group
+
+
+def test_features_that_are_not_finite_are_refused_and_few_are_said():
+    weights, features = target()
+    head = made(weights, **THREE)
+    head.init_for_induction(weights)
+    assert (
+        "few tokens for such a start (15,360 would do)"
+        in head.fit_induction([packed(texts(4, 150, seed), features) for seed in range(2, 12)], same, 2 * LONG)[1]
+    )
+    batch, seen = packed(texts(4, 150), features)
+    seen.layers[7, 1, 3] = float("inf")
+    with pytest.raises(ValueError, match="non-finite features in the first rows.*target.dtype"):
+        head.fit_induction([(batch, seen)], same, 2 * LONG)
+
+
 def test_a_window_in_which_rope_turns_everything_is_refused():
     weights, features = target()
     head = made(weights, **THREE)
@@ -169,3 +219,10 @@ def test_heads_without_it_say_so():
     )
     with pytest.raises(RecipeError, match=r"kind 'medusa' has no such start \(kinds that have: eagle3\)"):
         head_wants(recipe, SHAPE)
+    joint = {"head": {"kind": "eagle3"}, "features": {"mode": "online"}, "train": {"init": "induction", "joint": {}}}
+    joint = Recipe.model_validate(recipe.model_dump() | joint)
+    with pytest.raises(RecipeError, match="train.joint computes them only in the steps.*train.warm_start"):
+        head_wants(joint, SHAPE)
+    for started in (recipe, joint):  # nothing is fitted to a head that was trained
+        started.train.warm_start = "runs/trained"
+        head_wants(started, SHAPE)

@@ -454,3 +454,6 @@ def test_a_dense_layer_is_built_where_the_mixture_is_not_known_or_not_wanted():
     ):
         head = build_head(parse_head({"kind": "mtp", **options}), shape, None)
         assert head.block.mlp.gate_proj.out_features == options.get("intermediate_size", shape.intermediate_size)
+        said = head.init_from_target(TargetWeights(torch.randn(V, H), torch.randn(V, H), torch.ones(H)))
+        unknown = "dense MLP in place of the target's mixture of experts: that of family 'gpt_oss'"
+        assert any(unknown in line for line in said) == (shape.model_type == "gpt_oss")

@@ -140,15 +140,21 @@ def test_a_quantised_target_is_refused(tiny_folder):
             super().__init__()
             self.qweight = torch.nn.Parameter(of.weight.to(torch.int8), requires_grad=False)
 
-    for layer in target.parts.layers:
-        for module in list(layer.modules()):
-            for name, child in list(module.named_children()):
-                if isinstance(child, torch.nn.Linear):
-                    setattr(module, name, QuantLinear(child))
+    def quantise(but: str = "") -> None:
+        for layer in target.parts.layers:
+            for module in list(layer.modules()):
+                for name, child in list(module.named_children()):
+                    if isinstance(child, torch.nn.Linear) and name != but:
+                        setattr(module, name, QuantLinear(child))
+
+    quantise(but="q_proj")
+    with pytest.warns(UserWarning, match="only 8 linear layers can be adapted; 48 QuantLinear cannot"):
+        assert {name.rpartition(".")[2] for name in linear_layers(target)} == {"q_proj"}
+    quantise()
     with pytest.raises(
         TargetError, match=r"no layer that LoRA can adapt: .* QuantLinear .*load the target unquantised"
     ):
-        linear_layers(target)
+        Adapter(target, SECTION, 0)
 
 
 @pytest.mark.parametrize("attention", ["auto", "eager"])

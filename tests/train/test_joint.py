@@ -279,6 +279,47 @@ def test_the_record_names_the_adapted_target_and_check_knows_it(tiny_folder, tra
     assert against_merged.verdict == "compatible" and "merged in it" in against_merged.relation
 
 
+def test_a_trained_medusa_1_starts_the_second_stage(tiny_folder, trained, backend):
+    folder, data, _ = trained
+    quiet = Console(quiet=True)
+    alone = recipe_for(tiny_folder, data, folder / "medusa-1", joint=None)
+    first = train(alone, prepare_run(alone, backend, quiet), backend).last
+    later = dict(warm_start=str(folder / "medusa-1"), joint={"lora": LORA, "heads_first": 0.0})
+    recipe = recipe_for(tiny_folder, data, folder / "medusa-2", **later)
+    setup = prepare_run(recipe, backend, quiet)
+    begun, trained_alone = setup.head.state_dict(), read_tensors(first / "head.safetensors")
+    assert all(torch.equal(begun[name], value) for name, value in trained_alone.items())
+    second = train(recipe, setup, backend).last
+    after = read_tensors(second / "head.safetensors")
+    assert all(not torch.equal(after[name], value) for name, value in trained_alone.items())
+    adapter = read_tensors(second / "adapter/adapter_model.safetensors")
+    assert all(float(value.norm()) > 0 for value in adapter.values())
+
+
+def test_an_adapter_that_a_warm_start_does_not_continue_is_said(tiny_folder, trained, backend, capsys):
+    folder, data, _ = trained
+    recipe = recipe_for(tiny_folder, data, folder / "again", warm_start=str(folder / "whole"))
+    prepare_run(recipe, backend, Console(stderr=True, soft_wrap=True))
+    said = capsys.readouterr().err
+    assert "is not continued" in said and "target.path=CHECKPOINT/merged" in said
+
+
+def test_another_draft_vocabulary_keeps_the_adapter(tiny_folder, trained, tmp_path, backend):
+    folder, data, _ = trained
+    recipe = recipe_for(tiny_folder, data, folder / "few")
+    recipe.head = {**MEDUSA, "draft_vocab_size": 24}
+    train(recipe, prepare_run(recipe, backend, Console(quiet=True)), backend)
+    grown = ["vocab", str(folder / "few"), "--size", "384", "--out", str(tmp_path / "grown")]
+    done = CliRunner().invoke(app, grown)
+    assert done.exit_code == 0, done.output + str(done.exception)
+    found = check(
+        tmp_path / "grown", str(next((folder / "few/checkpoints").glob("step-000004")) / "merged"), probe=False
+    )
+    assert found.verdict == "compatible"
+    done = CliRunner().invoke(app, ["eval", str(tmp_path / "grown"), "--out", str(tmp_path / "eval")])
+    assert done.exit_code == 0, done.output + str(done.exception)
+
+
 def test_eval_and_export_take_the_adapter(tiny_folder, trained, tmp_path):
     folder, _, result = trained
     run = folder / "whole"

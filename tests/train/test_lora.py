@@ -10,6 +10,7 @@ import checkpoint_families
 import pytest
 import tiny
 import torch
+import transformers
 from rich.console import Console
 from test_conformance import CASES, VARIANTS
 
@@ -17,6 +18,7 @@ from headtrain.config import LoraSection, Recipe, RecipeError, TargetSection, Tr
 from headtrain.heads.catalog import HEADS, build_head, parse_head
 from headtrain.heads.io import head_metadata, head_tensors, load_head, read_tensors, save_head
 from headtrain.target.load import load_target
+from headtrain.target.model import Target
 from headtrain.train import lora
 from headtrain.train.backend import Backend
 from headtrain.train.checkpoint import CheckpointError
@@ -68,11 +70,36 @@ def loss(head, target):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_every_adapted_matrix_acts_and_learns(target, case):
+    check_adapted(build(target, *case), target)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("deepseek", "mtp-checkpoint"), ("qwen3.5-moe", "mtp-checkpoint"), ("qwen3_moe", "mtp")]
+)
+def test_so_does_every_expert(tmp_path, family, kind):
+    """They lie in one tensor [experts, out, in]: each has an A and a B of its own."""
+    if family == "qwen3_moe":
+        sizes = dict(checkpoint_families.SIZES, vocab_size=384, num_hidden_layers=8)
+        more = dict(checkpoint_families.MOE, num_experts=4, head_dim=8)
+        target = Target.of(transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **more)))
+    else:
+        checkpoint_families.save(tmp_path, family, tokenizer=tiny.tokenizer(), vocab_size=384)
+        target = load_target(TargetSection(path=str(tmp_path)))
+    head = build(target, kind)
+    experts = {n: p.shape for n, p in head.named_parameters() if p.ndim == 3}
+    assert len(experts) == 2
+    check_adapted(head, target)
+    ab = lora.state(head)
+    for name, (count, out, size) in experts.items():
+        a, b = ab[f"{name}.lora_A"], ab[f"{name}.lora_B"]
+        assert a.shape == (count, 3, size) and b.shape == (count, out, 3) and len(a.flatten(1).unique(dim=0)) == count
+
+
+def check_adapted(head, target):
     """Against a head whose matrices are plainly W + (alpha / r) B A: the same loss, and the gradients of A and B that
     follow from the gradient of W. And no update can be left out without changing the loss."""
-    head = build(target, *case)
     plain = copy.deepcopy(head)
-    matrices = [n for n, p in plain.named_parameters() if p.ndim == 2]
+    matrices = [n for n, p in plain.named_parameters() if p.ndim > 1]
     with torch.no_grad():
         before = loss(head, target)
         assert lora.inject(head, SECTION, seed=0) == matrices and len(matrices) > 1
@@ -91,7 +118,7 @@ def test_every_adapted_matrix_acts_and_learns(target, case):
     for name in matrices:
         a, b, g = ab[f"{name}.lora_A"], ab[f"{name}.lora_B"], plain.get_parameter(name).grad
         assert float(g.norm()) > 0 and float(a.grad.norm()) > 0 and float(b.grad.norm()) > 0, name
-        for mine, theirs in ((a.grad, 2.5 * b.detach().T @ g), (b.grad, 2.5 * g @ a.detach().T)):
+        for mine, theirs in ((a.grad, 2.5 * b.detach().mT @ g), (b.grad, 2.5 * g @ a.detach().mT)):
             assert float((mine - theirs).norm()) <= 1e-4 * float(theirs.norm()), name  # sums in another order
         with torch.no_grad():
             kept = b.clone()
