@@ -139,11 +139,12 @@ def unroll(
     prefix: Callable[[int], str],
     own: bool,
     cut: bool,
-    shares: list[Tensor] | None = None,
+    shares: list[tuple[Tensor, Tensor]] | None = None,
 ) -> list[Tensor]:
     """[T, H] a step: what the lm_head reads at every position. fuse(s, state) -> what q/k/v read, residual;
     outputs(s, x) -> state, read by the lm_head; prefix(s): of the layer's parameters; own: step s sees step s's keys
-    of all positions, at unshifted RoPE positions; cut: no gradient between steps; shares: gets the routers' scores."""
+    of all positions, at unshifted RoPE positions; cut: no gradient between steps; shares: gets the routers' scores, of
+    sum 1, and their choice."""
     p, shape, T = dict(head.named_parameters()), head.shape, len(batch)
     groups = shape.num_heads // shape.num_kv_heads
     causal = (batch.doc[:, None] == batch.doc[None, :]) & torch.ones(T, T, dtype=torch.bool).tril()
@@ -178,22 +179,34 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return linear(silu(linear(x, gate)) * linear(x, up), down)
 
 
-def mlp(head, p: dict[str, Tensor], at: str, x: Tensor, shares: list[Tensor] | None) -> Tensor:
+def mlp(head, p: dict[str, Tensor], at: str, x: Tensor, shares: list[tuple[Tensor, Tensor]] | None) -> Tensor:
     """Of a mixture of experts every expert computes every token; those that were not chosen count nothing."""
     if f"{at}gate.weight" not in p:
         return gated(x, *(p[f"{at}{n}_proj.weight"] for n in ("gate", "up", "down")))
-    experts = head.shape.experts
-    share = torch.softmax(linear(x, p[f"{at}gate.weight"]), -1)
+    experts, logits = head.shape.experts, linear(x, p[f"{at}gate.weight"])
+    each = "n_group" in experts
+    share = torch.sigmoid(logits) if each else torch.softmax(logits, -1)
+    may = torch.ones_like(share, dtype=torch.bool)
+    if each:  # only experts of the groups whose two best make the most
+        size = share.shape[1] // experts["n_group"]
+        for i in range(len(x)):
+            two = [float(part.sort().values[-2:].sum()) for part in share[i].split(size)]
+            for group in sorted(range(len(two)), key=two.__getitem__)[: -experts["topk_group"]]:
+                may[i, group * size : (group + 1) * size] = False
+    least = (share * may).sort(-1, descending=True).values[:, experts["num_experts_per_tok"] - 1]
+    chosen = may & (share >= least[:, None])
     if shares is not None:
-        shares.append(share)
-    least = share.sort(-1, descending=True).values[:, experts["num_experts_per_tok"] - 1]
-    share = torch.where(share >= least[:, None], share, torch.zeros_like(share))
+        shares.append((share / share.sum(-1, keepdim=True), chosen))
+    share = torch.where(chosen, share, torch.zeros_like(share))
     if experts.get("norm_topk_prob", head.shape.model_type == "mixtral"):
         share = share / share.sum(-1, keepdim=True)
+    share = share * experts.get("routed_scaling_factor", 1.0)
     out = torch.zeros_like(x)
     for e in range(share.shape[1]):
         gate, up = p[f"{at}experts.gate_up_proj"][e].chunk(2)
         out = out + share[:, e, None] * gated(x, gate, up, p[f"{at}experts.down_proj"][e])
+    if each:
+        out = out + gated(x, *(p[f"{at}shared_experts.{n}_proj.weight"] for n in ("gate", "up", "down")))
     if f"{at}shared_expert_gate.weight" in p:
         shared = gated(x, *(p[f"{at}shared_expert.{n}_proj.weight"] for n in ("gate", "up", "down")))
         out = out + torch.sigmoid(linear(x, p[f"{at}shared_expert_gate.weight"])) * shared
@@ -301,18 +314,18 @@ def mtp(head, batch: Batch, final: Tensor, lm_head: Tensor, depth: int, own: boo
             loss = -(torch.softmax(p[:, ids], -1) * q).sum(-1)
         return loss, trains, weights[s] * loss * trains
 
-    shares: list[Tensor] = []
+    shares: list[tuple[Tensor, Tensor]] = []
     sums = judged(head, batch, final, lm_head, mtp_hidden(head, batch, final, depth, own, shares), row_loss)
     if head.training:
         sums["total"] = sums["total"] + cfg.balance * balance(head, batch, shares, weights)
     return sums
 
 
-def balance(head, batch: Batch, shares: list[Tensor], weights: list[float]):
+def balance(head, batch: Batch, shares: list[tuple[Tensor, Tensor]], weights: list[float]):
     """DeepSeek-V3's sequence-wise balance (equations 17 to 20), for each step and document of n counted pairs n times
     sum_e f_e P_e."""
     total, k = 0.0, (head.shape.experts or {}).get("num_experts_per_tok")
-    for s, share in enumerate(shares):
+    for s, (share, chosen) in enumerate(shares):
         count = share.shape[1]
         for d in range(int(batch.doc.max()) + 1):
             rows = [
@@ -321,9 +334,7 @@ def balance(head, batch: Batch, shares: list[Tensor], weights: list[float]):
                 if batch.doc[i] == batch.doc[i + 2 + s] == d and 0 < batch.turn[i + 1] == batch.turn[i + 2 + s]
             ]
             if rows:
-                sent = [
-                    sum(e in share[i].topk(k).indices for i in rows) * count / (k * len(rows)) for e in range(count)
-                ]
+                sent = [sum(int(chosen[i, e]) for i in rows) * count / (k * len(rows)) for e in range(count)]
                 total = total + weights[s] * len(rows) * sum(
                     f * p for f, p in zip(sent, share[rows].mean(0), strict=True)
                 )

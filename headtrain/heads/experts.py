@@ -2,13 +2,16 @@
 
 A router scores every expert by a softmax; a token is sent to the k best, whose outputs are added up by their scores
 (divided by their sum where the family does so); a shared expert behind a sigmoid gate is added where the family has
-one. The kinds are Mixtral's (arXiv 2401.04088), Qwen2-MoE's and Qwen3-MoE's as transformers computes them; tensors have
-the names and shapes that they have there, so that the target's last layer can be copied.
+one. So do Mixtral (arXiv 2401.04088), Qwen2-MoE, Qwen3-MoE, Qwen3-Next and Qwen3.5-MoE. DeepSeek-V3 (arXiv 2412.19437,
+section 2.1.2) and GLM-4.5 score each expert by a sigmoid, choose within the best groups of experts, scale the result,
+and add shared experts without a gate; the bias that only steers their choice, and that no gradient reaches, is zero
+here. All as transformers computes it; tensors have the names and shapes that they have there, so that the target's
+last layer can be copied where the rest of it fits, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +26,23 @@ INITIAL_STD = 0.02  # of experts and router where the target's layer is not copi
 @dataclass(frozen=True)
 class ExpertSizes:
     """count: experts of the layer; chosen: those of one token; width: inner size of each; normalised: the chosen
-    scores are divided by their sum; shared: inner size of the shared expert, 0: none."""
+    scores are divided by their sum; shared: inner size of the shared expert, 0: none; sigmoid: scored one by one
+    (DeepSeek-V3), in ``groups`` of which a token takes ``open_groups``, their outputs times ``scale``."""
 
     count: int
     chosen: int
     width: int
     normalised: bool
     shared: int = 0
+    sigmoid: bool = False
+    groups: int = 1
+    open_groups: int = 1
+    scale: float = 1.0
 
 
-KINDS = ("mixtral", "qwen2_moe", "qwen3_moe")
+SIGMOID = ("deepseek_v3", "glm4_moe")
+SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")  # with a shared expert behind a gate
+KINDS = ("mixtral", "qwen3_moe", *SHARED, *SIGMOID)
 
 
 def expert_sizes(shape: TargetShape) -> ExpertSizes | None:
@@ -40,14 +50,25 @@ def expert_sizes(shape: TargetShape) -> ExpertSizes | None:
     found = shape.experts
     if found is None or shape.model_type not in KINDS:
         return None
-    mixtral = shape.model_type == "mixtral"
+    kind = shape.model_type
+    mixtral, sigmoid, always = kind == "mixtral", kind in SIGMOID, kind in ("mixtral", "qwen3_5_moe_text")
     try:
-        return ExpertSizes(
-            count=found["num_local_experts" if mixtral else "num_experts"],
+        sizes = ExpertSizes(
+            count=found["num_local_experts" if mixtral else "n_routed_experts" if sigmoid else "num_experts"],
             chosen=found["num_experts_per_tok"],
             width=shape.intermediate_size if mixtral else found["moe_intermediate_size"],
-            normalised=mixtral or bool(found["norm_topk_prob"]),
-            shared=found["shared_expert_intermediate_size"] if shape.model_type == "qwen2_moe" else 0,
+            normalised=always or bool(found["norm_topk_prob"]),
+            shared=found["shared_expert_intermediate_size"] if kind in SHARED else 0,
+        )
+        if not sigmoid:
+            return sizes
+        return replace(
+            sizes,
+            shared=sizes.width * found["n_shared_experts"],
+            sigmoid=True,
+            groups=found["n_group"],
+            open_groups=found["topk_group"],
+            scale=found["routed_scaling_factor"],
         )
     except KeyError as missing:
         raise ValueError(
@@ -73,7 +94,7 @@ class _Matrices(nn.Module):
 
 @dataclass
 class Routing:
-    """scores [n, experts], a softmax; chosen [n, k] int64: where each of n tokens was sent."""
+    """scores [n, experts], of sum 1; chosen [n, k] int64: where each of n tokens was sent."""
 
     scores: Tensor
     chosen: Tensor
@@ -87,18 +108,22 @@ class Experts(nn.Module):
         self.sizes, self.act = sizes, ACTIVATIONS[act]
         self.gate = _Router(size, sizes.count)
         self.experts = _Matrices(size, sizes)
-        if sizes.shared:
+        if sizes.shared and sizes.sigmoid:
+            self.shared_experts = MLP(size, sizes.shared, act)
+        elif sizes.shared:
             self.shared_expert = MLP(size, sizes.shared, act)
             self.shared_expert_gate = nn.Linear(size, 1, bias=False)
         self.record: list[Routing] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = torch.softmax(wide(linear(x, self.gate.weight)), -1)
-        weights, chosen = scores.topk(self.sizes.chosen, -1)
-        if self.record is not None:
-            self.record.append(Routing(scores, chosen))
+        scores, chosen = self._choose(wide(linear(x, self.gate.weight)))
+        if self.record is not None:  # DeepSeek-V3's eq. 19: as shares
+            self.record.append(Routing(scores / scores.sum(-1, keepdim=True) if self.sizes.sigmoid else scores, chosen))
+        weights = scores.gather(-1, chosen)
         if self.sizes.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
+        if self.sizes.scale != 1.0:
+            weights = weights * self.sizes.scale
         # one product for each expert that was chosen: copies of the tokens, sorted by their expert
         order = chosen.flatten().argsort(stable=True)
         copies = x[order // self.sizes.chosen]
@@ -106,9 +131,24 @@ class Experts(nn.Module):
         outs = [self._expert(e, part) for e, part in enumerate(copies.split(counts)) if len(part)]
         out = torch.cat(outs)[order.argsort()] if outs else copies
         out = (out.unflatten(0, chosen.shape) * weights.unsqueeze(-1).to(out.dtype)).sum(1)
+        if self.sizes.shared and self.sizes.sigmoid:
+            return out + self.shared_experts(x)
         if self.sizes.shared:
             out = out + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         return out
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [n, experts] -> scores [n, experts], and the experts of each token [n, k]."""
+        if not self.sizes.sigmoid:
+            scores = torch.softmax(logits, -1)
+            return scores, scores.topk(self.sizes.chosen, -1).indices
+        scores = open_scores = torch.sigmoid(logits)
+        if self.sizes.groups > 1:  # a group counts by its best two
+            grouped = scores.detach().unflatten(-1, (self.sizes.groups, -1))
+            best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1).topk(self.sizes.open_groups, -1).indices
+            closed = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter(1, best, False)
+            open_scores = grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
+        return scores, open_scores.topk(self.sizes.chosen, -1).indices
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         gate, up = linear(x, self.experts.gate_up_proj[number]).chunk(2, -1)
@@ -125,7 +165,8 @@ class Experts(nn.Module):
     def active(self) -> int:
         """Matrix entries that one token passes: router, its experts, the shared one."""
         size = self.gate.weight.shape[1]
-        return self.gate.weight.numel() + 3 * size * self.width + (size if self.sizes.shared else 0)
+        gate = size if self.sizes.shared and not self.sizes.sigmoid else 0  # of the shared expert
+        return self.gate.weight.numel() + 3 * size * self.width + gate
 
     @property
     def kept(self) -> int:

@@ -13,7 +13,10 @@ from .mtp_config import MtpConfig
 from .recurrent import Block
 
 # what the attention of a family has beside Llama's matrices: biases of q/k/v, norms of queries and keys
-FAMILIES = {"qwen2": (True, False), "qwen2_moe": (True, False), "qwen3": (False, True), "qwen3_moe": (False, True)}
+FAMILIES = {
+    "qwen2": (True, False), "qwen2_moe": (True, False), "glm4_moe": (True, False), "qwen3": (False, True),
+    "qwen3_moe": (False, True), "qwen3_next": (False, True), "qwen3_5_moe_text": (False, True),
+}  # fmt: skip
 
 
 def build_block(config: MtpConfig, shape: TargetShape) -> Block:

@@ -27,6 +27,7 @@ SETTINGS = (
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT_SETTINGS = (
     "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "shared_expert_intermediate_size",
+    "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor",
 )  # fmt: skip
 # such a module is a layer numbered on after the decoder's, known by the projection that no decoder layer has ...
 PROJECTION = re.compile(r"(.*\blayers\.\d+\.)eh_proj\.weight")

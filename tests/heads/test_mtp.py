@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import importlib
+
+import checkpoint_families
 import pytest
 import reference_recurrent as reference
 import tiny
@@ -21,11 +24,12 @@ from reference_recurrent import (
 
 from headtrain.config import RecipeError
 from headtrain.heads.catalog import build_head, parse_head
-from headtrain.heads.experts import Experts
+from headtrain.heads.experts import Experts, expert_sizes
 from headtrain.heads.mtp import Mtp
 from headtrain.heads.recurrent import seen_positions
 from headtrain.shift import pair_mask
 from headtrain.target.model import Target
+from headtrain.target.own_module import expert_settings
 from headtrain.teacher import Teacher
 from headtrain.types import Batch, Row, TargetWeights
 
@@ -33,10 +37,15 @@ DEPTH = 4
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "norm_topk_prob": True}
 SHARED = EXPERTS | {"norm_topk_prob": False, "shared_expert_intermediate_size": 14}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GROUPED = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "norm_topk_prob": True,
+    "n_shared_experts": 2, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 MIXTURES = {
     "qwen3_moe": SHAPE.replace(model_type="qwen3_moe", experts=EXPERTS),
     "qwen2_moe": SHAPE.replace(model_type="qwen2_moe", experts=SHARED),
     "mixtral": SHAPE.replace(model_type="mixtral", experts=MIXTRAL, intermediate_size=16),
+    "deepseek_v3": SHAPE.replace(model_type="deepseek_v3", experts=GROUPED),
 }
 FORMS = {
     "mimo": {},
@@ -64,6 +73,7 @@ FORMS = {
     "qwen3 moe": {"shape": MIXTURES["qwen3_moe"], "balance": 0.3},
     "qwen2 moe, fastmtp": {"shape": MIXTURES["qwen2_moe"], "context": "own", "balance": 0.3, "labels": "soft"},
     "mixtral, chain": {"shape": MIXTURES["mixtral"], "modules": DEPTH, "balance": 0.3},
+    "deepseek moe, chain": {"shape": MIXTURES["deepseek_v3"], "modules": DEPTH, "balance": 0.3},
 }
 
 
@@ -271,6 +281,40 @@ def test_the_block_is_of_the_targets_kind_and_starts_as_its_last_layer(name):
     torch.testing.assert_close(mine, theirs.view_as(mine), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("deepseek", "DeepseekV3MoE"),
+        ("glm", "Glm4MoeMoE"),
+        ("qwen3-next", "Qwen3NextSparseMoeBlock"),
+        ("qwen3.5-moe", "Qwen3_5MoeSparseMoeBlock"),
+    ],
+)
+def test_the_mixture_of_families_with_another_attention_is_their_own(name, layer):
+    """Names, values and gradients of transformers' layer, with more than one group of experts where there are some."""
+    config = checkpoint_families.config_of(name)
+    package = checkpoint_families.KINDS[name].package
+    models = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    theirs = getattr(models, layer)(config).double()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_(std=0.3)
+    shape = SHAPE.replace(model_type=config.model_type, experts=expert_settings(config))
+    mine = Experts(config.hidden_size, expert_sizes(shape), config.hidden_act).double()
+    mine.load_state_dict({n: t for n, t in theirs.state_dict().items() if not n.endswith("e_score_correction_bias")})
+    x = torch.randn(1, 40, config.hidden_size, dtype=torch.float64)
+    weigh, found = torch.randn_like(x), []
+    for module, out in ((mine, mine(x[0])[None]), (theirs, theirs(x))):
+        (out * weigh).sum().backward()
+        found.append({"out": out} | {n: p.grad for n, p in module.named_parameters()})
+    assert found[0].keys() == found[1].keys()
+    for key, value in found[1].items():
+        assert value.norm() > 0, key
+        # the routers compute in float32
+        torch.testing.assert_close(found[0][key], value, rtol=1e-4, atol=1e-5, msg=key)
+
+
 def test_at_first_it_drafts_from_the_targets_own_feature():
     """Raw start, closed branches, the target's final norm: the module's output is the target's final feature."""
     target = family("qwen2")
@@ -409,6 +453,7 @@ def test_experts_cost_what_one_token_passes():
         ("qwen3_moe", 2 * 10, 6 * H),
         ("qwen2_moe", 2 * 10 + 14, 6 * H + H),  # and the shared expert's gate
         ("mixtral", 2 * 16, 4 * H),
+        ("deepseek_v3", 2 * 10 + 20, 6 * H),
     ):
         head = build_head(parse_head(plain | {"block": "moe"}), MIXTURES[name], None)
         more = 3 * H * (active - SHAPE.intermediate_size) + router
