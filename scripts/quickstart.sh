@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole job on a real target, from nothing: install, capture, train, measure, export, check.
-# About 13 minutes on two CPU cores after the installation. Run again, it goes on where it stopped.
+# 15 to 30 minutes on two CPU cores after the installation. Run again, it goes on where it stopped.
 #   bash scripts/quickstart.sh [key=value ...]      overrides of recipes/quickstart.yaml, e.g. train.steps=100
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -53,9 +53,9 @@ def write_recipe(tmp_path: Path, target: Path, name: str, train_as: dict | None 
     return recipe
 
 
-def run_rank(rank: int, path: str, world: int = 1, dies: int | None = None) -> None:
+def run_rank(rank: int, path: str, world: int = 0, dies: int | None = None) -> None:
     """The command in one process; ``dies``: the rank that is killed at its second forward. No rank goes on to that
-    before all of ``world`` are at it, each with a shard of its own, however late one of them started."""
+    before all of ``world`` (if given) are at it, each with a shard of its own, however late one of them started."""
     load = command.load_target
 
     def load_slowly(*args):
@@ -64,7 +64,7 @@ def run_rank(rank: int, path: str, world: int = 1, dies: int | None = None) -> N
 
         def slow(*args):
             calls.append(1)
-            if len(calls) == 2:
+            if world and len(calls) == 2:
                 Path(path).with_suffix(f".{rank}.there").touch()
                 while any(not Path(path).with_suffix(f".{r}.there").exists() for r in range(world) if r != rank):
                     time.sleep(0.02)
