@@ -99,10 +99,8 @@ def head_wants(recipe: Recipe, shape: TargetShape, weights: TargetWeights | None
             "train.init to target or random"
         )
     if fitted and recipe.train.joint is not None:
-        raise RecipeError(
-            "train.init=induction is fitted to features before the first step, and train.joint computes them only in "
-            "the steps: train the head alone first and give it as train.warm_start, or set train.init to target"
-        )
+        why = "train.init=induction is fitted before the steps, in which train.joint computes the features"
+        raise RecipeError(f"{why}: give a head that was trained alone as train.warm_start, or set train.init to target")
     if weights is not None:
         try:
             head.check_start(weights)
@@ -217,22 +215,20 @@ def fill_stores(recipe: Recipe, target: Any, wants: Wants, rows: dict[str, Rows]
     todo = {name: writer.todo() for name, writer in writers.items()}
     sizes = {name: shard_sizes(plans[name], rows[name].rows) for name, shards in todo.items() if shards}
     announce(console, folder, plans, todo, sizes)
-    for name, writer in writers.items():
-        if name not in sizes:
-            join(recipe, writer.storage, console).tidy()
     if sizes:
         with saying_why_not_written(folder), ExitStack() as stack:
             workers = {name: stack.enter_context(join(recipe, writers[name].storage, console)) for name in sizes}
             for name, those in workers.items():
                 writers[name].join(those)
-            work = sum(tokens_of(plans[name], rows[name].lengths, todo[name]) for name in sizes)
-            with Meter(console, work) as meter:
+            with Meter(console, sum(tokens_of(plans[n], rows[n].lengths, todo[n]) for n in sizes)) as meter:
                 for name in sizes:
                     asked, tokens = plans[name].holds(wants), recipe.features.batch_tokens
                     fill(writers[name], workers[name], rows[name].rows, target, asked, tokens, meter)
             console.print(meter.summary(), markup=False)
     for name, plan in plans.items():
         storage, before = writers[name].storage, "" if name in sizes else "; it was complete already"
+        if name not in sizes:
+            join(recipe, storage, console).tidy()
         size = sum(storage.size(shard_name(n)) for n in range(len(plan.shards) - 1))
         console.print(f"{storage}: {plan.rows:,} rows, {plan.tokens:,} tokens, {human(size)}{before}", markup=False)
 

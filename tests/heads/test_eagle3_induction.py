@@ -221,7 +221,7 @@ def test_heads_without_it_say_so():
         head_wants(recipe, SHAPE)
     joint = {"head": {"kind": "eagle3"}, "features": {"mode": "online"}, "train": {"init": "induction", "joint": {}}}
     joint = Recipe.model_validate(recipe.model_dump() | joint)
-    with pytest.raises(RecipeError, match="train.joint computes them only in the steps.*train.warm_start"):
+    with pytest.raises(RecipeError, match="train.joint computes the features.*train.warm_start"):
         head_wants(joint, SHAPE)
     for started in (recipe, joint):  # nothing is fitted to a head that was trained
         started.train.warm_start = "runs/trained"
