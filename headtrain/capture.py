@@ -21,7 +21,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from torch import Tensor
 
 from .config import Recipe, RecipeError, Url, load_recipe
 from .data import DataError
@@ -38,11 +37,11 @@ from .data.stream import FeatureStream, produce, shard_sizes
 from .data.workers import Workers
 from .heads.catalog import HEADS, build_head, parse_head
 from .metadata import TargetIdentity
-from .shift import final_count, pair_mask
+from .shift import final_count
 from .target.load import load_target
 from .target.model import Target
 from .target.shape import TargetError
-from .types import Batch, Row, TargetShape, TargetWeights, Wants
+from .types import Row, TargetShape, TargetWeights, Wants
 
 
 @dataclass
@@ -107,17 +106,6 @@ def head_wants(recipe: Recipe, shape: TargetShape, weights: TargetWeights | None
         except ValueError as error:
             raise RecipeError(f"target {recipe.target.path}: {error}") from None
     return head.wants()
-
-
-def count_tokens(rows: Sequence[Row], vocab_size: int) -> Tensor:
-    """[V] int64: how often each token is drafted at depth 1, that is, occurs in a turn but not as its first token
-    (prefill gives that one). For ``vocab.choose``."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for start in range(0, len(rows), 256):
-        batch = Batch.pack(rows[start : start + 256])
-        drafted = batch.ids[2:][pair_mask(batch, 1)[0][:-2]]
-        counts += torch.bincount(drafted, minlength=vocab_size)
-    return counts
 
 
 def plan_manifest(

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from .shift import pair_mask
+from .types import Batch, Row
+
+
+def count_tokens(rows: Sequence[Row], vocab_size: int) -> Tensor:
+    """[V] int64: how often each token is drafted at depth 1, that is, occurs in a turn but not as its first token
+    (prefill gives that one). For ``choose``."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for start in range(0, len(rows), 256):
+        batch = Batch.pack(rows[start : start + 256])
+        drafted = batch.ids[2:][pair_mask(batch, 1)[0][:-2]]
+        counts += torch.bincount(drafted, minlength=vocab_size)
+    return counts
 
 
 def choose(counts: Tensor, size: int) -> Tensor:

@@ -7,8 +7,9 @@
 A recipe may carry overrides of its own after a colon, parted by semicolons, and a name before an equals sign:
 ``"muon=recipes/quickstart.yaml:train.optimizer=muon;train.lr=1e-3"``. Those of --set go to all.
 
-Steps come from a trial: a few optimizer steps of every stage of the depth schedule are timed, and the run gets as many
-as fill the minutes, so that the learning rate ends where it should. The seconds that it took are in the table. Keep
+Steps come from a trial: a few optimizer steps of every stage of the depth schedule are timed, on a machine that was
+made to work for two minutes before, and the run gets as many as fill the minutes, so that the learning rate ends where
+it should. The seconds that it took are in the table. Keep
 the machine otherwise idle. Afterwards ``headtrain eval --mode stored`` replays the held-out rows (data.eval) by chains
 of --k. A finished run is not trained again, so the command can be repeated; the table is also written to OUT/table.md.
 """
@@ -19,9 +20,12 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+
+import torch
 
 from headtrain.config import load_recipe
 from headtrain.evaluate.results import STORED
@@ -29,6 +33,7 @@ from headtrain.evaluate.sweep import FILES
 
 TRIAL_STEPS = 20  # of each stage; fewer are too noisy
 WARM_UP_STEPS = 60  # before them, not counted: a shard's first use reads its file and checks its sum
+WARM_UP_SECONDS = 120  # of matrix multiplies before them: machines slow down by a fifth in the first minutes of work
 
 
 @dataclass
@@ -70,6 +75,7 @@ def steps_for(entry: Entry, minutes: float, out: Path, log: Path) -> int:
     depths = [stage.depth for stage in stages] or [None]
     steps = WARM_UP_STEPS + TRIAL_STEPS * len(depths)
     parts = [(WARM_UP_STEPS, depths[0]), *((TRIAL_STEPS, depth) for depth in depths)]
+    _warm_up()
     trial = [{"fraction": count / steps, "depth": depth} for count, depth in parts]
     lines = train(
         entry,
@@ -85,6 +91,12 @@ def steps_for(entry: Entry, minutes: float, out: Path, log: Path) -> int:
     each = [(ends[end] - ends[begin]) / TRIAL_STEPS for begin, end in pairwise(last)]
     shares = [stage.fraction for stage in stages] or [1.0]
     return max(1, round(60 * minutes / sum(f * s for f, s in zip(shares, each, strict=True))))
+
+
+def _warm_up() -> None:
+    end, x = time.monotonic() + WARM_UP_SECONDS, torch.randn(1024, 1024)
+    while time.monotonic() < end:
+        x @ x
 
 
 def measured(entry: Entry, out: Path, minutes: float, k: int) -> dict:

@@ -41,7 +41,6 @@ from torch.utils.data import DataLoader
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from headtrain import vocab  # noqa: E402
-from headtrain.capture import count_tokens  # noqa: E402
 from headtrain.data.store import FeatureStore, StoreError  # noqa: E402
 from headtrain.heads.eagle3 import default_layers  # noqa: E402
 from headtrain.heads.io import DRAFT_IDS, FILE, read_tensors  # noqa: E402
@@ -202,7 +201,7 @@ def draft_ids(args: argparse.Namespace, train: FeatureStore) -> Tensor | None:
     everything = store.manifest.target.shape["vocab_size"]
     if args.vocab_size >= everything:
         return None
-    return vocab.choose(count_tokens([store.row(i) for i in range(len(store))], everything), args.vocab_size)
+    return vocab.choose(vocab.count_tokens([store.row(i) for i in range(len(store))], everything), args.vocab_size)
 
 
 # -- speculators' model and settings ----------------------------------------------------------------------------

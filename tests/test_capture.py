@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 
 from headtrain import capture as module
-from headtrain.capture import capture, count_tokens, head_wants, plan_manifest, plan_rows
+from headtrain import vocab
+from headtrain.capture import capture, head_wants, plan_manifest, plan_rows
 from headtrain.config import Recipe, RecipeError
 from headtrain.data.loader import Loader, OnlineSource
 from headtrain.data.meter import Meter
@@ -363,10 +364,10 @@ def test_counted_tokens_are_the_drafted_ones():
         for i in range(len(row) - 2):
             if row.turn[i + 1] and row.turn[i + 2] == row.turn[i + 1]:
                 slow[row.ids[i + 2]] += 1
-    assert torch.equal(count_tokens(rows, 12), slow)
-    assert count_tokens(rows[:2], 12).tolist() == [0] * 6 + [3, 1] + [0] * 4
+    assert torch.equal(vocab.count_tokens(rows, 12), slow)
+    assert vocab.count_tokens(rows[:2], 12).tolist() == [0] * 6 + [3, 1] + [0] * 4
     many = rows * 100  # several chunks
-    assert torch.equal(count_tokens(many, 12), slow * 100)
+    assert torch.equal(vocab.count_tokens(many, 12), slow * 100)
 
 
 # ---- the command

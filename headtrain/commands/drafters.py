@@ -71,9 +71,7 @@ class Maker:
         return ModelDrafter(drafter.model, self.target, plan), plan.depth
 
     def _dynamic(self, drafter: Drafter, nodes: int) -> DynamicTree:
-        usual = drafter.trained_depth
-        if isinstance(drafter, HeadDrafter) and drafter.head.drafts_deeper:
-            usual = drafter.head.wants().depth
+        usual = drafter.usual_depth if isinstance(drafter, HeadDrafter) else None
         depth = self.tree_depth or usual or 6  # of a draft model, and of an imported head, nobody says
         depth = min(depth, nodes)
         # as many nodes a level as the budget can keep; ten, the reference's, from 60 nodes on

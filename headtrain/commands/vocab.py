@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -39,11 +38,11 @@ def vocab(
     import yaml
 
     from .. import vocab as vocabulary
-    from ..capture import count_tokens, plan_rows
+    from ..capture import plan_rows
     from ..heads.io import head_metadata, save_head
     from ..heads.resize import with_draft_ids
     from ..metadata import write_text
-    from ..target.adapter import FOLDER as ADAPTER
+    from ..target.adapter import copy_adapter
 
     head, metadata, folder = read_head(run)
     everything = head.shape.vocab_size
@@ -59,7 +58,7 @@ def vocab(
     loaded = load_for(target_section(target, recipe), folder)
     require_same_target(metadata, loaded.identity, folder)
     rows = plan_rows(recipe, loaded.tokenizer)["train"].rows
-    counts = count_tokens(rows, everything)
+    counts = vocabulary.count_tokens(rows, everything)
     try:
         ids = vocabulary.choose(counts, size) if size < everything else None
         new = with_draft_ids(head, ids, loaded.weights())
@@ -68,8 +67,8 @@ def vocab(
     changed = head_metadata(new, metadata.target, training=metadata.training)
     changed.head.depth = metadata.head.depth
     save_head(to, new, changed)
-    if (folder / ADAPTER).is_dir():  # of a target that was trained with its head: it goes where the head goes
-        shutil.copytree(folder / ADAPTER, to / ADAPTER)
+    if metadata.target.adapter is not None:
+        copy_adapter(folder, to)
 
     recipe.name, recipe.features.dir = f"{recipe.name}-vocab{size}", str(recipe.features_dir)
     recipe.output, recipe.head = None, new.config.model_dump(mode="json")

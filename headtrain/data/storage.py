@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +23,17 @@ def no_room(error: BaseException) -> str | None:
     """Why there was no room to write; None of another error. Libraries may keep of it only the system's words."""
     code = getattr(error, "errno", None)
     return next((why for number, why in FULL.items() if code == number or os.strerror(number) in str(error)), None)
+
+
+@contextmanager
+def _gone_on_failure(temporary: Path) -> Iterator[None]:
+    """A full disk, a signal: nobody else clears the file away once this process has left."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 class Local:
@@ -70,25 +82,16 @@ class Local:
     def write(self, name: str, data: bytes, sync: bool = True) -> None:
         """Atomically, in place of what is there. sync: safe against a power cut, too."""
         temporary = self._staged(name, data, sync)
-        try:
+        with _gone_on_failure(temporary):
             os.replace(temporary, self.folder / name)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
 
     def _staged(self, name: str, data: bytes, sync: bool) -> Path:
         temporary = self.staging(name)
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                if sync:
-                    file.flush()
-                    os.fsync(file.fileno())
-        except BaseException:  # a full disk, a signal: nobody else clears it away once this process has left
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+        with _gone_on_failure(temporary), open(temporary, "wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         return temporary
 
     def create(self, name: str, data: bytes) -> bool:

@@ -255,6 +255,10 @@ class HeadDrafter(SessionDrafter):
     def label(self) -> str:
         return f"the {self.name} head"
 
+    @property
+    def usual_depth(self) -> int | None:
+        return self.head.usual_depth(self.head.config.model_dump(), self.trained_depth)
+
     @cached_property
     def weights(self) -> str:
         return fingerprint(self.head)

@@ -21,6 +21,7 @@ from ..heads.io import fingerprint, head_tensors, load_head, save_tensors
 from ..metadata import FILE as METADATA_FILE
 from ..metadata import ExportPart, Metadata, RouteAcceptance, file_sha256, write_json
 from ..target.adapter import FOLDER as ADAPTER
+from ..target.adapter import copy_adapter
 from ..types import TargetShape, TargetWeights
 from .card import write_card
 from .combined import copy_beside, target_tensors
@@ -88,7 +89,12 @@ def export_head(
     try:
         form = form_of(row, type(head))
         if metadata.target.adapter is not None and not form.with_target:
-            _copy_adapter(checkpoint, temporary)
+            copy_adapter(checkpoint, temporary)
+            warnings.warn(
+                f"the target was trained with this head: serve the base with {ADAPTER}/ merged into it, or a "
+                "checkpoint's merged/ (train.joint.save=merged); the plain base accepts fewer drafts",
+                stacklevel=2,
+            )
         spec = _write(temporary, head, metadata, row, name, probe, max_shard, target_folder and Path(target_folder))
         _prove(temporary, head, row, spec, probe, weights)
         for note in _length_warnings(metadata):
@@ -144,18 +150,6 @@ def _write(
     write_weights(folder, spec.tensors, form.file, max_shard, DTYPES[dtype])
     write_json(folder / CONFIG, named | {DTYPE_KEY: dtype})
     return record()
-
-
-def _copy_adapter(checkpoint: Path, folder: Path) -> None:
-    """The head drafts well for the adapted target only: its adapter goes with it."""
-    if not (checkpoint / ADAPTER).is_dir():
-        raise ExportError(f"{checkpoint}: {METADATA_FILE} names an adapter of the target, but there is no {ADAPTER}/")
-    shutil.copytree(checkpoint / ADAPTER, folder / ADAPTER)
-    warnings.warn(
-        f"the target was trained with this head: serve the base with {ADAPTER}/ merged into it, or a checkpoint's "
-        "merged/ (train.joint.save=merged); the plain base accepts fewer drafts",
-        stacklevel=3,
-    )
 
 
 def _spec(head: DraftHead, row: Engine) -> ExportSpec:
@@ -257,10 +251,9 @@ def launch_line(export: str | Path, target: str | None = None, draft: DraftToken
 
 
 def usual_draft(metadata: Metadata) -> DraftTokens:
-    """The usual chain of 3, or the trained depth where that is less; of a head that is made to draft deeper than it
-    is trained, the depth that it is measured to."""
+    """A chain of 3, or of the head's usual depth where that is less."""
     head = metadata.head
-    depth = head.config["depth"] if head_class(head.kind).drafts_deeper else head.depth
+    depth = head_class(head.kind).usual_depth(head.config, head.depth)
     return DraftTokens(
         min(depth or 3, 3),
         "the default, not measured: `headtrain eval --k 1,2,3,5` before the export finds the best",

@@ -133,7 +133,10 @@ class DraftHead(nn.Module, ABC):
         unrolled further than it was trained, at falling acceptance)."""
         return None
 
-    drafts_deeper: ClassVar[bool] = False  # than it is trained: it is made to (EAGLE-1)
+    @classmethod
+    def usual_depth(cls, config: Mapping[str, Any], trained: int | None) -> int | None:
+        """How deep a head of this ``config`` drafts unless asked otherwise; None: nobody says (an imported head)."""
+        return trained
 
     def trained_depth(self, unrolled: int) -> int:
         """The deepest draft that is trained where training unrolls to ``unrolled``."""

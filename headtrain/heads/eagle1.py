@@ -11,6 +11,7 @@ such keys, nor has this.)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -55,7 +56,6 @@ class Eagle1Config(HeadConfig):
 class Eagle1(RecurrentHead):
     Config = Eagle1Config
     dialects = eagle1_export.FORMS
-    drafts_deeper = True
 
     def __init__(self, config: Eagle1Config, shape: TargetShape, draft_ids: Tensor | None) -> None:
         super().__init__(config, shape, draft_ids)
@@ -70,6 +70,10 @@ class Eagle1(RecurrentHead):
 
     def wants(self) -> Wants:
         return Wants(layers=(), final="all", depth=self.config.depth)
+
+    @classmethod
+    def usual_depth(cls, config: Mapping[str, Any], trained: int | None) -> int | None:
+        return config["depth"]  # one step trains, and more are drafted from what it gives: as the paper does
 
     def trained_depth(self, unrolled: int) -> int:
         return min(unrolled, self.config.steps)

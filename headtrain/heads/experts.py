@@ -26,14 +26,15 @@ INITIAL_STD = 0.02  # of experts and router where the target's layer is not copi
 @dataclass(frozen=True)
 class ExpertSizes:
     """count: experts of the layer; chosen: those of one token; width: inner size of each; normalised: the chosen
-    scores are divided by their sum; shared: inner size of the shared expert, 0: none; sigmoid: scored one by one
-    (DeepSeek-V3), in ``groups`` of which a token takes ``open_groups``, their outputs times ``scale``."""
+    scores are divided by their sum; shared: inner size of the shared expert, 0: none, behind a gate where ``gated``;
+    sigmoid: scored one by one, in ``groups`` of which a token takes ``open_groups``, the scores times ``scale``."""
 
     count: int
     chosen: int
     width: int
     normalised: bool
     shared: int = 0
+    gated: bool = True
     sigmoid: bool = False
     groups: int = 1
     open_groups: int = 1
@@ -65,6 +66,7 @@ def expert_sizes(shape: TargetShape) -> ExpertSizes | None:
         return replace(
             sizes,
             shared=sizes.width * found["n_shared_experts"],
+            gated=False,
             sigmoid=True,
             groups=found["n_group"],
             open_groups=found["topk_group"],
@@ -75,12 +77,6 @@ def expert_sizes(shape: TargetShape) -> ExpertSizes | None:
             f"the sizes of the target's experts lack {missing}: found {sorted(found)}; complete target.expect.experts "
             "from the target's config.json, or set head.block=dense"
         ) from None
-
-
-class _Router(nn.Module):
-    def __init__(self, size: int, count: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(count, size) * INITIAL_STD)
 
 
 class _Matrices(nn.Module):
@@ -94,10 +90,49 @@ class _Matrices(nn.Module):
 
 @dataclass
 class Routing:
-    """scores [n, experts], of sum 1; chosen [n, k] int64: where each of n tokens was sent."""
+    """Where each of n tokens was sent. scores [n, experts], of sum 1; chosen [n, k] int64; weights [n, k], of their
+    outputs."""
 
     scores: Tensor
     chosen: Tensor
+    weights: Tensor
+
+
+class SoftmaxRouter(nn.Module):
+    """x [n, H] -> ``Routing``: the k likeliest experts of a softmax."""
+
+    def __init__(self, size: int, sizes: ExpertSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.weight = nn.Parameter(torch.randn(sizes.count, size) * INITIAL_STD)
+
+    def forward(self, x: Tensor) -> Routing:
+        scores = torch.softmax(wide(linear(x, self.weight)), -1)
+        chosen = scores.topk(self.sizes.chosen, -1).indices
+        return Routing(scores, chosen, self._weights(scores, chosen))
+
+    def _weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        weights = scores.gather(-1, chosen)
+        return weights / weights.sum(-1, keepdim=True) if self.sizes.normalised else weights
+
+
+class SigmoidRouter(SoftmaxRouter):
+    """DeepSeek-V3's: each expert is scored by itself, within the best groups of experts."""
+
+    def forward(self, x: Tensor) -> Routing:
+        scores = torch.sigmoid(wide(linear(x, self.weight)))
+        chosen = self._open(scores.detach()).topk(self.sizes.chosen, -1).indices
+        shares = scores / scores.sum(-1, keepdim=True)  # eq. 19
+        return Routing(shares, chosen, self._weights(scores, chosen) * self.sizes.scale)
+
+    def _open(self, scores: Tensor) -> Tensor:
+        """scores, -inf in groups that are closed to the token. A group counts by its best two."""
+        if self.sizes.groups == 1:
+            return scores
+        grouped = scores.unflatten(-1, (self.sizes.groups, -1))
+        best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1).topk(self.sizes.open_groups, -1).indices
+        closed = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter(1, best, False)
+        return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 class Experts(nn.Module):
@@ -106,24 +141,20 @@ class Experts(nn.Module):
     def __init__(self, size: int, sizes: ExpertSizes, act: str) -> None:
         super().__init__()
         self.sizes, self.act = sizes, ACTIVATIONS[act]
-        self.gate = _Router(size, sizes.count)
+        self.gate = (SigmoidRouter if sizes.sigmoid else SoftmaxRouter)(size, sizes)
         self.experts = _Matrices(size, sizes)
-        if sizes.shared and sizes.sigmoid:
-            self.shared_experts = MLP(size, sizes.shared, act)
-        elif sizes.shared:
+        if sizes.shared and sizes.gated:
             self.shared_expert = MLP(size, sizes.shared, act)
             self.shared_expert_gate = nn.Linear(size, 1, bias=False)
+        elif sizes.shared:
+            self.shared_experts = MLP(size, sizes.shared, act)
         self.record: list[Routing] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        scores, chosen = self._choose(wide(linear(x, self.gate.weight)))
-        if self.record is not None:  # DeepSeek-V3's eq. 19: as shares
-            self.record.append(Routing(scores / scores.sum(-1, keepdim=True) if self.sizes.sigmoid else scores, chosen))
-        weights = scores.gather(-1, chosen)
-        if self.sizes.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
-        if self.sizes.scale != 1.0:
-            weights = weights * self.sizes.scale
+        routing = self.gate(x)
+        if self.record is not None:
+            self.record.append(routing)
+        chosen, weights = routing.chosen, routing.weights
         # one product for each expert that was chosen: copies of the tokens, sorted by their expert
         order = chosen.flatten().argsort(stable=True)
         copies = x[order // self.sizes.chosen]
@@ -131,24 +162,12 @@ class Experts(nn.Module):
         outs = [self._expert(e, part) for e, part in enumerate(copies.split(counts)) if len(part)]
         out = torch.cat(outs)[order.argsort()] if outs else copies
         out = (out.unflatten(0, chosen.shape) * weights.unsqueeze(-1).to(out.dtype)).sum(1)
-        if self.sizes.shared and self.sizes.sigmoid:
-            return out + self.shared_experts(x)
-        if self.sizes.shared:
-            out = out + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
-        return out
+        return out + self._shared(x) if self.sizes.shared else out
 
-    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [n, experts] -> scores [n, experts], and the experts of each token [n, k]."""
-        if not self.sizes.sigmoid:
-            scores = torch.softmax(logits, -1)
-            return scores, scores.topk(self.sizes.chosen, -1).indices
-        scores = open_scores = torch.sigmoid(logits)
-        if self.sizes.groups > 1:  # a group counts by its best two
-            grouped = scores.detach().unflatten(-1, (self.sizes.groups, -1))
-            best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1).topk(self.sizes.open_groups, -1).indices
-            closed = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter(1, best, False)
-            open_scores = grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
-        return scores, open_scores.topk(self.sizes.chosen, -1).indices
+    def _shared(self, x: Tensor) -> Tensor:
+        if self.sizes.gated:
+            return torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return self.shared_experts(x)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         gate, up = linear(x, self.experts.gate_up_proj[number]).chunk(2, -1)
@@ -165,7 +184,7 @@ class Experts(nn.Module):
     def active(self) -> int:
         """Matrix entries that one token passes: router, its experts, the shared one."""
         size = self.gate.weight.shape[1]
-        gate = size if self.sizes.shared and not self.sizes.sigmoid else 0  # of the shared expert
+        gate = size if self.sizes.shared and self.sizes.gated else 0  # of the shared expert
         return self.gate.weight.numel() + 3 * size * self.width + gate
 
     @property

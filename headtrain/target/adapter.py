@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -201,6 +202,16 @@ def adopt(target: Target, trained: TargetIdentity, folder: str | Path) -> bool:
         weight.copy_((weight + b @ a * (section.alpha / section.r)).to(weight.dtype))
     target.identity = _adapted(target.identity, section, tensors, weight_digests(target.model))
     return True
+
+
+def copy_adapter(checkpoint: Path, to: Path) -> None:
+    """Copy the adapter beside a head to where the head goes: it drafts well for the adapted target only. Raises
+    TargetError where there is none."""
+    if not (checkpoint / FOLDER).is_dir():
+        raise TargetError(
+            f"{checkpoint}: the head was trained with an adapter of the target, but there is no {FOLDER}/; put it back"
+        )
+    shutil.copytree(checkpoint / FOLDER, to / FOLDER)
 
 
 def _adapted(

@@ -12,7 +12,6 @@ from torch import Tensor
 from .. import vocab
 from ..capture import (
     Rows,
-    count_tokens,
     fill_stores,
     head_wants,
     open_store,
@@ -200,6 +199,6 @@ def make_head(
 
 def _choose(rows: Rows, shape: TargetShape, size: int) -> Tensor:
     try:
-        return vocab.choose(count_tokens(rows.rows, shape.vocab_size), size)
+        return vocab.choose(vocab.count_tokens(rows.rows, shape.vocab_size), size)
     except ValueError as error:
         raise RecipeError(f"head: {error}") from None

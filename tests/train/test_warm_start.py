@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from headtrain import capture
-from headtrain.capture import count_tokens, plan_rows
+from headtrain.capture import plan_rows
 from headtrain.commands.vocab import vocab as verb
 from headtrain.config import Recipe, RecipeError, load_recipe
 from headtrain.export.core import export_head
@@ -24,6 +24,7 @@ from headtrain.target.load import load_target, load_tokenizer
 from headtrain.train import checkpoint, setup
 from headtrain.train.backend import Backend
 from headtrain.train.trainer import train
+from headtrain.vocab import count_tokens
 
 WORDS = ["quick", "brown", "fox", "lazy", "dog", "target", "model", "reads", "hidden", "state", "draft", "system"]
 
