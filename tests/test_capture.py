@@ -302,6 +302,7 @@ def test_no_room_is_said_whatever_the_system_calls_it(place, tiny_folder, tmp_pa
         monkeypatch.setattr(Local, "_create", full)
     with pytest.raises(StoreError, match=rf"{FULL[code].split('(')[0]}.*make room .* complete shards are kept"):
         capture(recipe_of(place, tiny_folder, tmp_path / "f"), target=target, console=quiet())
+    assert not list((tmp_path / "f").rglob("*.tmp"))  # it would hold room that there is not
 
 
 def test_the_room_for_records_and_files_is_asked_for(place, tiny_folder, tmp_path, target, monkeypatch):

@@ -174,6 +174,8 @@ def test_nothing_that_is_trained_starts_without_a_way_to_learn(kv_heads):
     argmax, lse = teacher.summary(final)
     seen = replace(seen, final=final, final_at=torch.arange(len(batch)), argmax=argmax, lse=lse)
     attention, dim = head.midlayer.self_attn, shape.head_dim
+    used = attention.q_proj.weight.unflatten(0, (-1, dim))[:, still(head, 2 * LONG)[: H // 4 // kv_heads]]
+    assert not used[:, :, H:].any() and used[:, :, :H].any(-1).all()  # there the embedding alone is read
     matrices = {name: getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
     moved = {name: torch.zeros(p.shape, dtype=torch.bool) for name, p in matrices.items()}
     for _ in range(3):  # o_proj, then keys, then queries, where all of a group begins at zero
