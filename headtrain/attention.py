@@ -154,17 +154,68 @@ class _CudaVarlen:
         return dq, scatter(gk, k), scatter(gv, v)
 
 
+class _Plain:
+    """On any device and in any precision, with the scores of ``ROWS`` queries at a time: where no flash kernel returns
+    its log-sum-exp, as on CUDA in float32 (evaluation; GPUs without bf16)."""
+
+    ROWS = 256
+
+    def __init__(self, runs: Runs, queries: int) -> None:
+        self.spans = [
+            (row, min(row + self.ROWS, end), start, first + row - begin)
+            for begin, end, start, first in runs.spans(queries)
+            for row in range(begin, end, self.ROWS)
+        ]
+
+    @staticmethod
+    def _by_group(x: Tensor, groups: int) -> Tensor:
+        return x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)  # [n, heads, d] -> [groups, heads of one, n, d]
+
+    def _scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        n, m = q.shape[2], k.shape[2]
+        ahead = torch.ones(n, m, dtype=torch.bool, device=q.device).triu(m - n + 1)
+        return wide(q @ k.mT * scale).masked_fill_(ahead, float("-inf"))
+
+    def _spans(self, q: Tensor, k: Tensor, v: Tensor):
+        """Yields the rows and keys of each span, and its q, k, v by group."""
+        for begin, end, start, first in self.spans:
+            rows, keys = slice(begin, end), slice(start, first + end - begin)
+            yield rows, keys, *(self._by_group(x, k.shape[1]) for x in (q[rows], k[keys], v[keys]))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        for rows, _, qs, ks, vs in self._spans(q, k, v):
+            scores = self._scores(qs, ks, scale)
+            total = scores.logsumexp(-1)
+            part = (scores - total.unsqueeze(-1)).exp().to(v.dtype) @ vs
+            out[rows] = part.permute(2, 0, 1, 3).flatten(1, 2)
+            lse[rows] = total.permute(2, 0, 1).flatten(1)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, keys, qs, ks, vs in self._spans(q, k, v):
+            gs, os = (self._by_group(x[rows], k.shape[1]) for x in (grad, out))
+            total = lse[rows].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0)
+            p = (self._scores(qs, ks, scale) - total.unsqueeze(-1)).exp()
+            ds = p * (wide(gs @ vs.mT) - wide(gs * os).sum(-1, keepdim=True)) * scale
+            p, ds = p.to(q.dtype), ds.to(q.dtype)
+            dq[rows] = (ds @ ks).permute(2, 0, 1, 3).flatten(1, 2)
+            dk[keys] += (ds.mT @ qs).sum(1).transpose(0, 1)
+            dv[keys] += (p.mT @ gs).sum(1).transpose(0, 1)
+        return dq, dk, dv
+
+
 def _kernel(runs: Runs, q: Tensor):
-    """Flash on CUDA in half precision; the CPU kernel in any precision. CUDA in fp32 has no flash kernel that returns
-    its log-sum-exp in varlen form, so training there is in bf16."""
+    """Flash on the CPU, and on CUDA in half precision."""
     if q.device.type == "cpu":
         return _CpuFlash(runs, q.shape[0])
     if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
         return _CudaVarlen(runs, q.shape[0], q.device)
-    raise NotImplementedError(
-        f"training-time-test attention in {q.dtype} on {q.device.type}: expected CPU, or CUDA in bf16; "
-        "set train.precision=bf16"
-    )
+    return _Plain(runs, q.shape[0])
 
 
 class _TrainingTimeTest(torch.autograd.Function):
@@ -221,7 +272,7 @@ def training_time_test(
 ) -> Tensor:
     """q [n, heads, d]: the first n query rows of ``runs``; k, v [T, kv heads, d]: step 0's keys and values at every
     position; own: for each earlier or equal step >= 1 its (keys, values) [>= n, kv heads, d], one a query row.
-    Returns [n, heads, d]. Raises NotImplementedError where the device has no kernel."""
+    Returns [n, heads, d]."""
     if q.shape[0] == 0:
         return q
     keys, values = zip(*own, strict=True) if own else ((), ())

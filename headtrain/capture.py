@@ -100,6 +100,11 @@ def head_wants(recipe: Recipe, shape: TargetShape, weights: TargetWeights | None
     if fitted and recipe.train.joint is not None:
         why = "train.init=induction is fitted before the steps, in which train.joint computes the features"
         raise RecipeError(f"{why}: give a head that was trained alone as train.warm_start, or set train.init to target")
+    if recipe.train.joint is not None and not head.dialects:
+        raise RecipeError(
+            f"train.joint: a head of kind {config.kind!r} belongs into its target's own checkpoint, which the adapted "
+            "target is not. Train it alone (leave train.joint out), or a head of another kind with its target"
+        )
     if weights is not None:
         try:
             head.check_start(weights)

@@ -46,7 +46,7 @@ class ExpectedShape(Strict):
     hidden_act: str = "silu"
     rope: dict[str, Any] = Field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     module: dict[str, Any] | None = Field(
-        None, description="further settings of the config that the checkpoint's own draft module follows from"
+        None, description="count, of the draft modules in the checkpoint, and what else of its config they follow from"
     )
     experts: dict[str, Any] | None = Field(
         None, description="keys of the config on its mixture of experts, for a draft layer that has one, too"
@@ -177,7 +177,7 @@ class LoraSection(Strict):
     r: int = Field(32, ge=1, description="rank")
     alpha: float = Field(16, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
-    targets: list[str] | None = Field(None, description="endings of names; null: every matrix (target: every layer's)")
+    targets: list[str] | None = Field(None, description="endings of matrices' names; null: all (target: of its layers)")
 
 
 class JointSection(Strict):

@@ -14,6 +14,7 @@ from .config import Recipe, check_depths
 from .data.manifest import human
 from .data.quantize import bytes_per_token
 from .data.sources import files_below
+from .export import forecast
 from .heads.base import DraftHead
 from .heads.catalog import build_head, head_class, parse_head
 from .losses import chunk_values
@@ -32,14 +33,15 @@ RATES = {"0.2 TFLOP/s (two CPU cores)": 0.2e12, "330 TFLOP/s (a third of an H100
 class Estimate:
     """Sizes in bytes. ``tokens`` and ``rows`` are counted where ``counted``; else estimated from the files' size, or
     (``tokens_known`` false) stand for one million tokens. given: ``tokens`` are the caller's. dropped: rows left
-    out of each split, by reason, where counted. absent: what of data.train is not on this machine. target_here: the
-    sizes are those of a local copy, not of ``target.expect``. head_flops: of the whole training; target_flops: of
-    the target's forwards (and backwards, where it is trained), without its attention scores (None where its
-    parameters are not known). head_shapes: of the trained tensors. batch_tokens and accumulation: the recipe's, of
-    a step."""
+    out of each split, by reason, where counted. engines: lines on which will load the head. absent: what of data.train
+    is not on this machine. target_here: the sizes are those of a local copy, not of ``target.expect``. head_flops: of
+    the whole training; target_flops: of the target's forwards (and backwards, where it is trained), without its
+    attention scores (None where its parameters are not known). head_shapes: of the trained tensors. batch_tokens and
+    accumulation: the recipe's, of a step."""
 
     shape: TargetShape
     wants: Wants
+    engines: list[str]
     rows: int
     tokens: int
     supervised: int
@@ -73,6 +75,7 @@ class Estimate:
             + ("" if self.target_here else "; as target.expect says, for target.path is no folder here"),
             f"head        {self.head_parameters / 1e6:,.1f} M trained parameters, drafts {self.wants.depth} deep, "
             f"reads hidden_states {layers} and the final feature at {self.wants.final} positions",
+            *self.engines,
             f"data        {self.tokens:,} tokens as given, {self.supervised:,} supervised (the usual share)"
             if self.given
             else f"data        {self.rows:,} rows, {self.tokens:,} tokens, {self.supervised:,} supervised ({how})"
@@ -171,6 +174,7 @@ def estimate(recipe: Recipe, given: int | None = None) -> Estimate:
     size = head_class(config.kind).uses_draft_vocab(config, shape)
     with torch.device("meta"):
         head = build_head(config, shape, None if size is None else torch.arange(size))
+        engines = forecast.lines(head, config.kind)
     wants = head.wants()
     check_depths(recipe.train.depth_schedule, wants.depth)
     rows, tokens, supervised, dropped, absent = _data(recipe, given)
@@ -186,6 +190,7 @@ def estimate(recipe: Recipe, given: int | None = None) -> Estimate:
     return Estimate(
         shape=shape,
         wants=wants,
+        engines=engines,
         rows=rows,
         tokens=tokens,
         supervised=supervised,

@@ -9,6 +9,7 @@ import checkpoint_families
 import pytest
 import tiny
 import torch
+from devices import Devices, on_device
 
 from headtrain.config import TargetSection
 from headtrain.export.core import export_head
@@ -101,6 +102,25 @@ def test_only_the_heads_parameters_move(head, target):
     assert all(torch.equal(t, before[n]) for n, t in target.model.state_dict().items())
     still = [n for n, p in head.named_parameters() if torch.equal(p, own[n])]
     assert not still, f"never trained: {still}"
+
+
+def test_what_a_head_makes_is_made_on_its_device(head, target):
+    """Training, its count of operations, and drafting, as on an accelerator (see ``devices``)."""
+    batch, depth = Batch.pack(tiny.rows((24, 9, 33))), head.wants().depth
+    features, teacher = target.features(batch, head.wants()), target.teacher()
+    on_device(head, batch, features, teacher)
+    with Devices():
+        for training in (True, False):
+            head.train(training).loss(batch, features, teacher, depth)
+        head.flops(batch, depth)
+        head.chain_hits(batch, features, depth)
+        with torch.no_grad():
+            session = head.session(64)
+            first = session.extend(batch.ids[1:5], features.layers[:4], features.final[:4])
+            best = first.topk(2).indices
+            tokens = best if head.draft_ids is None else head.draft_ids[best]
+            session.expand(torch.tensor([-1, -1]), tokens)
+            session.extend(batch.ids[5:7], features.layers[4:6], features.final[4:6])
 
 
 def test_training_lowers_the_loss(head, target):

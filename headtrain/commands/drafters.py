@@ -44,6 +44,8 @@ class Maker:
             if not more:
                 raise RecipeError(f"--drafter {spec}: which model? write model:FOLDER")
             return ModelDrafter(load_target(TargetSection(path=more), device()), self.target)
+        if name == "head" and more:
+            raise RecipeError(f"--drafter {spec}: `head` is RUN's own; for another one write its folder, {more}")
         if name == "head" and self.run is None:
             raise RecipeError("--drafter head: give the RUN whose head it is")
         folder = self.run if name == "head" else Path(spec)

@@ -53,11 +53,12 @@ def vocab(
     recipe = recipe_of(run)
     if recipe is None:
         raise RecipeError(f"no recipe.yaml beside {run}: it says how rows are read; give the run or a checkpoint of it")
+    counted = recipe.model_copy(deep=True)
     if data:
-        recipe.data.train = data
+        counted.data.train = data
     loaded = load_for(target_section(target, recipe), folder)
     require_same_target(metadata, loaded.identity, folder)
-    rows = plan_rows(recipe, loaded.tokenizer)["train"].rows
+    rows = plan_rows(counted, loaded.tokenizer)["train"].rows
     counts = vocabulary.count_tokens(rows, everything)
     try:
         ids = vocabulary.choose(counts, size) if size < everything else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import warnings
 from dataclasses import replace
@@ -26,7 +25,7 @@ from ..types import TargetShape, TargetWeights
 from .card import write_card
 from .combined import copy_beside, target_tensors
 from .engines import ENGINES, NATIVE, DraftTokens, Engine, ExportError, engines_load, form_of, launch_command, resolve
-from .files import CONFIG, parse_size, publish, write_weights
+from .files import CONFIG, parse_size, staged, write_weights
 from .folder import DTYPE_KEY, fill_target, verify_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -75,18 +74,16 @@ def export_head(
     name = dtype or metadata.target.dtype
     if name not in DTYPES:
         raise ExportError(f"dtype {name!r}: expected one of {', '.join(DTYPES)}")
-    if weights is not None:
-        head.attach(TargetWeights(weights.embed.cpu(), weights.lm_head.cpu(), weights.final_norm.cpu()))
+    if weights is not None:  # the head, and what it is compared on, are on the CPU
+        weights = TargetWeights(weights.embed.cpu(), weights.lm_head.cpu(), weights.final_norm.cpu())
+        head.attach(weights)
     with torch.no_grad():  # exactly the values that the folder will hold; buffers such as RoPE's stay as they are
         for tensor in head.state_dict().values():
             if tensor.is_floating_point():
                 tensor.copy_(tensor.to(DTYPES[name]))
     metadata.acceptance = metadata.acceptance | (measured or {})
 
-    temporary = out.with_name(out.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with staged(out) as temporary:
         form = form_of(row, type(head))
         if metadata.target.adapter is not None and not form.with_target:
             copy_adapter(checkpoint, temporary)
@@ -100,9 +97,6 @@ def export_head(
         for note in _length_warnings(metadata):
             warnings.warn(note, stacklevel=2)
         write_card(temporary, metadata, row, type(head), spec.notes, draft or usual_draft(metadata), license)
-        publish(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return out
 
 

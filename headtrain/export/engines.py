@@ -120,9 +120,10 @@ def resolve(name: str, head_class: type[DraftHead], kind: str) -> Engine:
         # Another engine is nearer than this project's own form, which always works.
         nearest = next((n for n in others if n != NATIVE), NATIVE)
         kinds = [k for k, c in HEADS.items() if serves(engine, c)]
+        works = head_class.instead_of_export or f"the nearest export that works is --engine {nearest}"
         raise ExportError(
-            f"no known version of {engine.title} loads a {kind} head; the nearest export that works is --engine "
-            f"{nearest}. {engine.title} loads: {', '.join(kinds) or 'none of the heads here'}"
+            f"no known version of {engine.title} loads a {kind} head; {works}. {engine.title} loads: "
+            f"{', '.join(kinds) or 'none of the heads here'}"
         )
     return engine
 

@@ -8,7 +8,9 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterable
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +151,23 @@ def _write_pickle(path: Path, tensors: dict[str, Tensor]) -> None:
     path.write_bytes(buffer.getvalue())
 
 
-def publish(temporary: Path, out: Path) -> None:
-    """Rename into place; an earlier export is moved aside first and removed last."""
-    old = out.with_name(out.name + ".old")
-    if out.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(out, old)
-    os.replace(temporary, out)
+@contextmanager
+def staged(out: Path) -> Iterator[Path]:
+    """An empty folder to fill, which becomes ``out`` when the block ends well, in place of an earlier one; after an
+    error it is gone and ``out`` as it was. Its name, and that under which the earlier one is put aside, are nobody
+    else's: ``out.tmp`` and ``out.old`` may be the user's own."""
+    mark = uuid.uuid4().hex[:12]
+    temporary, old = (out.with_name(f".{out.name}.{mark}.{end}") for end in ("tmp", "old"))
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if out.exists():
+            os.replace(out, old)
+        os.replace(temporary, out)
+    except BaseException:
+        if old.exists() and not out.exists():
+            os.replace(old, out)
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)

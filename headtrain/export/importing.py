@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from ..metadata import FILE as METADATA_FILE
 from ..metadata import ImportedPart, Metadata, TargetIdentity, file_sha256
 from ..types import TargetWeights
 from .engines import ExportError
-from .files import CONFIG, read_json, read_weights, weight_files
+from .files import CONFIG, read_json, read_weights, staged, weight_files
 from .folder import recorded_head, verify_folder
 
 
@@ -78,15 +76,8 @@ def import_head(
         head, metadata = _own(source, target)
     else:
         head, metadata = _foreign(source, target, weights)
-    temporary = out.with_name(out.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with staged(out) as temporary:
         save_head(temporary, head, metadata)
-        if out.exists():
-            out.rmdir()
-        os.replace(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return metadata
 
 

@@ -22,7 +22,7 @@ from ..heads.io import read_tensors, save_tensors
 from ..metadata import Metadata, write_json
 from ..target.files import tensor_files
 from .engines import ExportError
-from .files import publish, read_json
+from .files import read_json, staged
 
 INDEX = "model.safetensors.index.json"
 RECORD = "headtrain_stitch.json"  # what was stitched, in every folder that this module writes
@@ -108,9 +108,6 @@ def stitch(
             + ", ".join(changed[:4])
         )
     _check_out(source, out, force)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(out.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     record = {
         "form": "patch" if patch else "full",
         "tensors": {
@@ -119,22 +116,22 @@ def stitch(
         },
         "head": metadata.model_dump(mode="json") if metadata else None,
     }
-    if patch:
-        _write_patch(source, temporary, {name: _tensor(raw, found[name]) for name, raw in data.items()})
-    else:
-        _check_disk(source, out)
-        shutil.copytree(source, temporary)  # follows links: a folder of the Hub's cache is links
-        for name, raw in data.items():
-            _overwrite(temporary / found[name].file.name, found[name], raw)
-        again = places(temporary)
-        if wrong := [name for name, raw in data.items() if again[name].read() != raw]:
-            raise ExportError(f"{temporary}: what was written is not what was read back: {', '.join(wrong[:4])}")
-    write_json(temporary / RECORD, record)
-    for path in temporary.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-    publish(temporary, out)
+    with staged(out) as temporary:
+        if patch:
+            _write_patch(source, temporary, {name: _tensor(raw, found[name]) for name, raw in data.items()})
+        else:
+            _check_disk(source, out)
+            shutil.copytree(source, temporary, dirs_exist_ok=True)  # follows links: the Hub's cache is links
+            for name, raw in data.items():
+                _overwrite(temporary / found[name].file.name, found[name], raw)
+            again = places(temporary)
+            if wrong := [name for name, raw in data.items() if again[name].read() != raw]:
+                raise ExportError(f"{out}: what was written is not what was read back: {', '.join(wrong[:4])}")
+        write_json(temporary / RECORD, record)
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
     return out
 
 
@@ -188,7 +185,6 @@ def _overwrite(path: Path, place: Place, raw: bytes) -> None:
 def _write_patch(source: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
     """The tensors and, where the checkpoint has an index, that index with their new file: copied over the checkpoint's
     folder the two make the stitched checkpoint."""
-    folder.mkdir(parents=True)
     save_tensors(folder / PATCH, tensors)
     if (source / INDEX).is_file():
         index: dict[str, Any] = read_json(source / INDEX)

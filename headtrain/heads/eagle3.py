@@ -26,6 +26,7 @@ from ..teacher import Teacher
 from ..types import Batch, Features, LossSums, TargetShape, TargetWeights, Wants
 from . import eagle3_export, eagle3_induction
 from .base import DraftHead, ExportSpec, HeadConfig, Session, SoftLoss, node_mask, text_hits
+from .recurrent import seen_positions
 
 
 class Eagle3Config(HeadConfig):
@@ -263,8 +264,7 @@ class Eagle3(DraftHead):
     def flops(self, batch: Batch, depth: int) -> float:
         pairs, shape = pair_mask(batch, depth), self.shape
         start = pairs[0].nonzero().squeeze(1)
-        last = torch.full((batch.cu.numel() - 1,), -1).scatter_reduce(0, batch.doc[start], batch.pos[start], "amax")
-        keys, rows = int((last + 1).sum()), start.numel()  # positions that some query sees; queries of step 0
+        keys, rows = seen_positions(batch, start), start.numel()  # positions that some query sees; queries of step 0
         deep, later = int(pairs.sum()), int(pairs[1:].sum())  # (position, step) pairs; those of steps >= 1
         size, inner = shape.hidden_size, shape.num_heads * shape.head_dim
         kv = 2 * shape.num_kv_heads * shape.head_dim

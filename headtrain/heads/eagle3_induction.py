@@ -1,6 +1,6 @@
 """``train.init=induction``: EAGLE-3's attention starts as an induction head (Olsson et al. 2022, arXiv 2209.11895).
 
-What a text repeats is most of what a draft head can get right, and a layer at random takes thousands of steps to find
+What a text repeats is most of what a draft head can get right, and a layer at random takes a thousand steps to find
 how: look where the token at hand stood before, and say what followed there. EAGLE-3's one layer has all that this
 needs. Position s reads the target's features of token s, which tell that token, and the embedding of token s+1. So
 

@@ -69,7 +69,7 @@ class GroupedAttention(_Attention):
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         norm = self._modules.get(name)
-        return x if norm is None else norm(x)
+        return x if norm is None else norm(x).to(x.dtype)  # GLM's norm gives its weight's type under autocast
 
     def queries(self, x: Tensor, angles: Angles) -> Tensor:
         return turn(self._normed("q_norm", self.q_proj(x).unflatten(1, (-1, self.width))), angles)

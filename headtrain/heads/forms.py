@@ -122,7 +122,7 @@ def read_rope(config: dict[str, Any], notes: list[str] | None = None) -> dict[st
 def llama_sizes(shape: TargetShape, intermediate: int) -> dict[str, Any]:
     """The keys of a Llama config of one layer, RoPE apart. Raises ValueError for another activation than silu."""
     if shape.hidden_act != "silu":
-        raise ValueError(f"a Llama draft layer has silu only; this head was trained with {shape.hidden_act}")
+        raise ValueError(f"a Llama draft layer has silu only; this head has {shape.hidden_act}")
     return {
         "model_type": "llama",
         "hidden_size": shape.hidden_size,

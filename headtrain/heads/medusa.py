@@ -26,7 +26,7 @@ class MedusaConfig(HeadConfig):
     num_heads: int = Field(4, ge=1, description="K: one head a depth")
     num_layers: int = Field(1, ge=1, description="residual blocks in a head")
     own_lm_head: bool = Field(True, description="a linear to the vocabulary for each head; false: the target's lm_head")
-    labels: Literal["hard", "soft"] = Field("hard", description="hard: the token that followed; soft: the target's p")
+    labels: Literal["hard", "soft"] = Field("hard", description="the token that followed, or the target's distribution")
     loss: SoftLoss = "kl"
     depth_decay: float = Field(0.8, gt=0, le=1, description="head k is weighted depth_decay^k")
     draft_vocab_size: int | None = Field(None, ge=1, description="reduced vocabulary of the own lm_heads")
@@ -187,7 +187,8 @@ class _MedusaSession(Session):
             raise ValueError(f"{depth + 1} tokens drafted, but there are {self.head.config.num_heads} heads")
         if depth not in self.cache:
             weight = self.lm_heads[depth if len(self.lm_heads) > 1 else 0]
-            self.cache[depth] = nn.functional.linear(self.head.blocks[depth](self.final), weight)[0].float()
+            x = self.head.blocks[depth](self.final).to(weight.dtype)  # a shared lm_head has the target's type
+            self.cache[depth] = nn.functional.linear(x, weight)[0].float()
         return self.cache[depth]
 
     @torch.no_grad()

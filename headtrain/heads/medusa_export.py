@@ -125,8 +125,8 @@ def spec(head, dialect: str) -> ExportSpec:
 def _refuse_unlike_layers(head) -> None:
     for i, block in enumerate(head.blocks):
         first = block.layers[0].state_dict()
-        for j, other in enumerate(block.layers):
-            if any(not torch.equal(first[n], t) for n, t in other.state_dict().items()):
+        for j, other in enumerate(block.layers[1:], 1):  # those without values yet (on meta) will differ once trained
+            if any(t.is_meta or not torch.equal(first[n], t) for n, t in other.state_dict().items()):
                 raise ValueError(
                     f"the reference's code applies one block {len(block.layers)} times; in head {i} layers 0 and {j} "
                     "differ. Train with head.num_layers=1 for it"

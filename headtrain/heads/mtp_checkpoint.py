@@ -8,7 +8,7 @@ of them (DeepSeek, GLM) they must equal the target's, and are left in the files 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -43,7 +43,7 @@ class MtpCheckpointConfig(HeadConfig):
         description="keys that step s sees in training; first: as in decoding, step 0's and its own chain's; "
         "own: step s's of every position (FastMTP)",
     )
-    labels: Literal["hard", "soft"] = Field("hard", description="hard: the token that followed; soft: the target's p")
+    labels: Literal["hard", "soft"] = Field("hard", description="the token that followed, or the target's distribution")
     loss: SoftLoss = "kl"
     beta: float = Field(0.6, gt=0, le=1, description="step s is weighted beta^s, over the sum of these")
     draft_vocab_size: int | None = Field(
@@ -69,7 +69,8 @@ class MtpCheckpoint(Mtp):
     the family's ``start``, ``recycle`` and ``zero_first_embedding`` where the recipe left them open."""
 
     Config = MtpCheckpointConfig
-    dialects: ClassVar = {}  # it goes back into its own checkpoint: `headtrain stitch`
+    dialects: ClassVar = {}
+    instead_of_export = "`headtrain stitch RUN --target MODEL_FOLDER --out TUNED` puts it back into its own checkpoint"
 
     def __init__(self, config: MtpCheckpointConfig, shape: TargetShape, draft_ids: Tensor | None) -> None:
         """Raises ValueError for a target without a module of its own."""
@@ -109,24 +110,33 @@ class MtpCheckpoint(Mtp):
         return views
 
     def check_start(self, weights: TargetWeights) -> None:
-        """Of what it starts from, the module itself; its families have plain logits."""
-        self.checkpoint_tensors(weights.module.keys())
+        """Of what it starts from, the module itself: whole, of the expected shapes, its copies of embedding and lm_head
+        the target's. Its families have plain logits."""
+        for _ in self._module(weights):
+            pass
 
-    @torch.no_grad()
-    def init_from_target(self, weights: TargetWeights) -> list[str]:
-        """The module as the files hold it, in this head's precision. Raises ValueError where it is not whole, or where
-        its copies of embedding or lm_head are not the target's."""
+    def _module(self, weights: TargetWeights) -> Iterator[tuple[Tensor, Tensor]]:
+        """This head's tensors, or views into them, each with the one that the files hold (read one by one: together
+        they may be gigabytes)."""
         views = self.checkpoint_tensors(weights.module.keys())
+        found = copies_of(self.family, self.shape)
+        self._compare_copies(weights, {name: which for name, which in found.items() if name in weights.module})
         for name, view in views.items():
             tensor = weights.module[name]
             if tensor.shape != view.shape or not tensor.is_floating_point():
                 raise ValueError(
                     f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected {tuple(view.shape)} of floats"
                 )
+            yield view, tensor
+
+    @torch.no_grad()
+    def init_from_target(self, weights: TargetWeights) -> list[str]:
+        """The module as the files hold it, in this head's precision. Raises ValueError as ``check_start`` does."""
+        count = 0
+        for view, tensor in self._module(weights):
             view.copy_(tensor)
-        found = copies_of(self.family, self.shape)
-        self._compare_copies(weights, {name: which for name, which in found.items() if name in weights.module})
-        return [f"the {self.family.title} module of the checkpoint: {len(views)} tensors from its files"]
+            count += 1
+        return [f"the {self.family.title} module of the checkpoint: {count} tensors from its files"]
 
     def _compare_copies(self, weights: TargetWeights, copies: Mapping[str, str]) -> None:
         for name, which in copies.items():

@@ -35,7 +35,7 @@ class MtpConfig(HeadConfig):
         "own: step s's of every position (FastMTP; always so with several modules, which also decode so); null: first, "
         "or own with several modules",
     )
-    labels: Literal["hard", "soft"] = Field("hard", description="hard: the token that followed; soft: the target's p")
+    labels: Literal["hard", "soft"] = Field("hard", description="the token that followed, or the target's distribution")
     loss: SoftLoss = "kl"
     beta: float = Field(0.6, gt=0, le=1, description="step s is weighted beta^s, over the sum of these")
     balance: float = Field(

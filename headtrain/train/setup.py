@@ -192,7 +192,11 @@ def make_head(
             console.print(line, markup=False)
     else:
         starts = {"target": head.init_from_target, "random": head.init_at_random, "induction": head.init_for_induction}
-        for line in starts[recipe.train.init](weights):
+        try:
+            lines = starts[recipe.train.init](weights)
+        except ValueError as error:
+            raise RecipeError(f"target {recipe.target.path}: {error}") from None
+        for line in lines:
             console.print(f"init: {line}", markup=False)
     return head
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from torch import Tensor
 
 from ..config import Recipe, RecipeError
 from ..export.engines import ExportError
-from ..export.folder import verify_folder
+from ..export.folder import recorded_head, verify_folder
 from ..heads.base import DraftHead, HeadConfig
-from ..heads.catalog import head_class
+from ..heads.catalog import build_head, head_class
 from ..heads.io import FILE, load_head
 from ..heads.resize import continue_from
 from ..metadata import Metadata, TargetIdentity
@@ -35,8 +36,8 @@ class WarmStart:
 
     def start(self, head: DraftHead, weights: TargetWeights) -> list[str]:
         """Give ``head`` the trained tensors; returns lines for the log. Raises RecipeError where they do not fit."""
-        head.init_from_target(weights)  # what rows of new tokens start from
         try:
+            head.init_from_target(weights)  # what rows of new tokens start from
             kept = continue_from(head, self.head, str(self.folder))
         except ValueError as error:
             raise RecipeError(f"train.warm_start: {error}") from None
@@ -67,10 +68,7 @@ def read_warm_start(recipe: Recipe, config: HeadConfig) -> WarmStart | None:
         raise RecipeError(f"train.warm_start: {error}") from None
     if metadata.head.kind != config.kind:
         raise RecipeError(f"train.warm_start: {folder} is a {metadata.head.kind!r} head, the recipe's {config.kind!r}")
-    if lines := config_differences(head.config, config):
-        raise RecipeError(
-            f"train.warm_start: {folder} computes something else than the recipe's head:\n  " + "\n  ".join(lines)
-        )
+    _refuse_differences(folder, head.config, config)
     return WarmStart(head, metadata, folder, keep=recipe.train.warm_start_vocab == "keep")
 
 
@@ -81,14 +79,21 @@ def read_trained(path: Path) -> tuple[DraftHead, Metadata, Path]:
         read = verify_folder(path)
         if read.metadata is None or read.head is None:
             raise RecipeError(f"{path} has no headtrain.json (another tool's?): `headtrain import` it first")
-        return read.head, read.metadata, path
+        return recorded_head(read.head, read.metadata), read.metadata, path
     folder = checkpoint.find_sound(path)
     return *load_head(folder), folder
 
 
+def _refuse_differences(folder: Path, trained: HeadConfig, asked: HeadConfig) -> None:
+    if lines := config_differences(trained, asked):
+        raise RecipeError(
+            f"train.warm_start: {folder} computes something else than the recipe's head:\n  " + "\n  ".join(lines)
+        )
+
+
 def config_differences(trained: HeadConfig, asked: HeadConfig) -> list[str]:
-    """One line for each setting that changes what the head computes. A setting that one of the two leaves to its
-    default shows in the layers that are read and in the tensors' shapes, which are compared themselves."""
+    """One line for each setting that changes what the head computes. A setting that one of the two leaves open shows in
+    the layers that are read, in the tensors' shapes, or once a head was built with it, which are compared, too."""
     free = asked.training_only | {"draft_vocab_size"}
     pairs = {name: (getattr(trained, name), getattr(asked, name)) for name in type(asked).model_fields.keys() - free}
     return [
@@ -102,6 +107,9 @@ def check_warm_start(
     warm: WarmStart, config: HeadConfig, shape: TargetShape, wants: Wants, identity: TargetIdentity, console: Console
 ) -> None:
     """Whether the trained head fits this target and this recipe. Raises RecipeError naming both sides."""
+    with torch.device("meta"):
+        built = build_head(config, shape, None)
+    _refuse_differences(warm.folder, warm.head.config, built.config)  # what a family decides where the recipe does not
     differences = warm.metadata.target.differences(identity)
     fatal = [line for line in differences if line.startswith(("target shape", "target tokenizer"))]
     if fatal:

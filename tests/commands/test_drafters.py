@@ -6,7 +6,7 @@ import pytest
 import tiny
 
 from headtrain.commands.drafters import Maker
-from headtrain.config import TargetSection
+from headtrain.config import RecipeError, TargetSection
 from headtrain.decode.drafters import HeadDrafter
 from headtrain.export.core import usual_draft
 from headtrain.heads.catalog import build_head, parse_head
@@ -39,3 +39,9 @@ def test_the_usual_depth(target, config, trained, depth, drafts):
     assert Maker(target, None, None).tree(drafter, 32, 5)[1] == depth
     assert Maker(target, None, None, tree_depth=4).tree(drafter, 32, 5)[1] == 4
     assert usual_draft(metadata).count == drafts
+
+
+def test_the_runs_own_head_is_not_another_ones(target, tmp_path):
+    """``head:FOLDER`` would look like ``model:FOLDER``."""
+    with pytest.raises(RecipeError, match="`head` is RUN's own; for another one write its folder, runs/other"):
+        Maker(target, tmp_path, None).chain("head:runs/other")

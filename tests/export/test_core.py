@@ -339,3 +339,34 @@ def test_a_pair_that_no_version_serves_is_refused():
     assert resolve("headtrain", Other, "other").name == "headtrain"
     rows = {(r["engine"], r["head"]): r["served"] for r in engine_table()}
     assert rows[("vllm", "eagle3")] == rows[("vllm", "medusa")] == rows[("headtrain", "medusa")] == "yes"
+
+
+def test_an_export_that_fails_leaves_the_earlier_one_and_folders_beside_it_alone(tmp_path, monkeypatch):
+    from headtrain.export import core, files
+
+    checkpoint, out = cases.checkpoint(tmp_path / "c", "eagle3"), tmp_path / "out"
+    for end in ("old", "tmp"):
+        (tmp_path / f"out.{end}").mkdir()
+        (tmp_path / f"out.{end}/thesis.txt").write_text("mine")
+    export_head(checkpoint, "vllm", out)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    monkeypatch.setattr(core, "_prove", lambda *_: (_ for _ in ()).throw(ExportError("lost")))
+    with pytest.raises(ExportError, match="lost"):
+        export_head(checkpoint, "vllm", out, force=True)
+    monkeypatch.undo()
+    moves, move = [], files.os.replace
+
+    def fails(source, to):  # the second move: the earlier export is aside already
+        moves.append(to)
+        if len(moves) == 2:
+            raise OSError("gone")
+        move(source, to)
+
+    monkeypatch.setattr(files.os, "replace", fails)
+    with pytest.raises(OSError, match="gone"):
+        export_head(checkpoint, "vllm", out, force=True)
+    monkeypatch.undo()
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    export_head(checkpoint, "vllm", out, force=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"c", "out", "out.old", "out.tmp"}
+    assert all((tmp_path / f"out.{end}/thesis.txt").read_text() == "mine" for end in ("old", "tmp"))

@@ -350,11 +350,23 @@ def test_a_write_that_is_interrupted_leaves_no_folder(mimo, tmp_path, monkeypatc
     monkeypatch.setattr(stitching, "_overwrite", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         stitch(source, tensors, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())
     monkeypatch.setattr(stitching, "_overwrite", lambda *a: None)  # a write that is lost
     with pytest.raises(ExportError, match="not what was read back"):
         stitch(source, tensors, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_beside_it_are_the_users_own(mimo, tmp_path):
+    """The checkpoint itself may be called so."""
+    source, _, tensors = mimo
+    stitch(source, tensors, tmp_path / "out")
+    for end in ("old", "tmp"):
+        shutil.copytree(source, tmp_path / f"out.{end}")
+    stitch(tmp_path / "out.old", tensors, tmp_path / "out", force=True)
+    for end in ("old", "tmp"):
+        assert contents(tmp_path / f"out.{end}") == contents(source)
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "out.old", "out.tmp"}
 
 
 def test_the_verb_refuses_another_target_and_another_kind_of_head(mimo, tmp_path, tiny_folder):

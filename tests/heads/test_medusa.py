@@ -129,3 +129,16 @@ def test_more_tokens_than_heads_is_an_error():
     session.extend(torch.tensor([1]), torch.zeros(1, 0, H), torch.zeros(1, H))
     with pytest.raises(ValueError, match="2 tokens drafted, but there are 1 heads"):
         session.expand(torch.tensor([-1]), torch.tensor([3]))
+
+
+def test_a_shared_lm_head_may_have_another_type_than_the_blocks():
+    """The target's bfloat16, on heads in float32."""
+    head, batch, final, lm_head = make([Row([1, 2, 3, 4, 5], [0, 1, 1, 1, 1])], own_lm_head=False)
+    head.float().attach(TargetWeights(lm_head.bfloat16(), lm_head.bfloat16(), torch.ones(H)))
+    session = head.session(8)
+    first = session.extend(batch.ids[1:3], final.new_zeros(2, 0, H), final[:2].bfloat16())
+    second = session.expand(torch.tensor([-1]), first.argmax(-1, keepdim=True))[0]
+    with torch.no_grad():
+        for k, logits in enumerate((first, second)):
+            x = head.blocks[k](final[1:2].bfloat16().float())
+            torch.testing.assert_close(logits, linear(x.bfloat16(), lm_head.bfloat16())[0].float(), rtol=0, atol=0)

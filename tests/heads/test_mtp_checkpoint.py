@@ -88,6 +88,20 @@ def test_loss_and_gradients_equal_the_familys_own_layer(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", KINDS)
+def test_under_autocast_queries_keys_and_values_have_one_type(name):
+    """Kernels take one; GLM's norm of queries and keys alone would give its weight's float32."""
+    _, head, weights = make(name, torch.float32)
+    batch, _, features = data(weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        attention, angles = head.block.self_attn, head.rope(torch.arange(5))
+        x = torch.randn(5, weights.embed.shape[1])
+        types = {attention.queries(x, angles).dtype, attention.keys(x, angles).dtype, attention.values(x).dtype}
+        assert types == {torch.bfloat16}
+        assert head.loss(batch, features, Teacher(weights.lm_head), DEPTH).total.isfinite()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", KINDS)
 def test_a_session_drafts_as_the_familys_own_layer(name):
     module, head, weights = make(name)
     batch, final, features = data(weights, tiny.rows((12,), vocab=V))
@@ -282,9 +296,10 @@ def test_a_module_that_is_not_as_expected_is_refused(how):
     weights = weights_of(Module("deepseek", config_of("deepseek")), torch.float32)
     weights.module = tensors
     head = build_head(parse_head({"kind": "mtp-checkpoint"}), shape_of("deepseek"), None)
-    with pytest.raises(ValueError) as error:
-        head.init_from_target(weights)
-    assert all(word in str(error.value) for word in words), error.value
+    for step in (head.check_start, head.init_from_target):  # the first one runs before anything is captured
+        with pytest.raises(ValueError) as error:
+            step(weights)
+        assert all(word in str(error.value) for word in words), error.value
 
 
 def test_equal_copies_of_embedding_and_lm_head_are_accepted_and_not_trained():
@@ -324,6 +339,22 @@ def test_a_checkpoint_without_its_module_stops_before_anything_is_captured(tmp_p
         capture(recipe)
     assert not (tmp_path / "run").exists()
     head_wants(recipe, target.shape, target.weights())  # the whole one passes
+
+
+def test_joint_training_is_refused():
+    """The adapted target is not the checkpoint that the module belongs into."""
+    from headtrain.config import Recipe
+
+    recipe = Recipe(
+        name="x",
+        target={"path": "x"},
+        data={"train": ["x"]},
+        features={"mode": "online"},
+        head={"kind": "mtp-checkpoint"},
+        train={"joint": {}},
+    )
+    with pytest.raises(RecipeError, match="train.joint: .*'mtp-checkpoint'.*Train it alone"):
+        head_wants(recipe, shape_of("mimo"))
 
 
 def test_a_random_start_is_random_and_finite():

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import checkpoint_families
 import pytest
 import tiny
 import torch
@@ -16,14 +17,16 @@ from typer.testing import CliRunner
 from headtrain import capture
 from headtrain.capture import plan_rows
 from headtrain.commands.vocab import vocab as verb
-from headtrain.config import Recipe, RecipeError, load_recipe
+from headtrain.config import Recipe, RecipeError, TargetSection, load_recipe
 from headtrain.export.core import export_head
-from headtrain.heads.io import load_head
+from headtrain.heads.catalog import build_head, parse_head
+from headtrain.heads.io import head_metadata, load_head, save_head
 from headtrain.heads.resize import draft_rows
 from headtrain.target.load import load_target, load_tokenizer
 from headtrain.train import checkpoint, setup
 from headtrain.train.backend import Backend
 from headtrain.train.trainer import train
+from headtrain.train.warm import WarmStart, check_warm_start, read_trained
 from headtrain.vocab import count_tokens
 
 WORDS = ["quick", "brown", "fox", "lazy", "dog", "target", "model", "reads", "hidden", "state", "draft", "system"]
@@ -197,6 +200,29 @@ def test_another_targets_head_and_vocabulary_are_refused(base, run, backend, tmp
                 setup.prepare_run(recipe, backend, quiet())
 
 
+def test_what_a_family_decides_is_compared_where_the_recipe_leaves_it_open(tmp_path):
+    """A DeepSeek module that was trained with another recursion than its family's."""
+    checkpoint_families.save(tmp_path / "t", "deepseek", tokenizer=tiny.tokenizer(), vocab_size=384)
+    target = load_target(TargetSection(path=str(tmp_path / "t")))
+    trained, open_one = (parse_head({"kind": "mtp-checkpoint", **more}) for more in ({"recycle": "normed"}, {}))
+    head = build_head(trained, target.shape, None)
+    warm = WarmStart(head, head_metadata(head, target.identity), tmp_path, keep=True)
+    with pytest.raises(RecipeError, match="head.recycle: 'normed' when trained, 'raw' in the recipe"):
+        check_warm_start(warm, open_one, target.shape, head.wants(), target.identity, quiet())
+    check_warm_start(warm, trained, target.shape, head.wants(), target.identity, quiet())
+
+
+def test_an_engines_export_gives_the_settings_on_record(tmp_path, tiny_folder):
+    """An EAGLE-1 that drafts 3 deep: no engine's form says how deep."""
+    target = load_target(TargetSection(path=str(tiny_folder)))
+    head = build_head(parse_head({"kind": "eagle1", "depth": 3, "noise": 0.2}), target.shape, None)
+    save_head(tmp_path / "c", head, head_metadata(head, target.identity))
+    export_head(tmp_path / "c", "vllm", tmp_path / "export", dtype="float32")
+    again, metadata, folder = read_trained(tmp_path / "export")
+    assert again.config == head.config and metadata.head.depth == 1 and folder == tmp_path / "export"
+    assert all(torch.equal(t, head.state_dict()[n]) for n, t in again.state_dict().items())
+
+
 # -- started -------------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +312,24 @@ def test_the_verb_writes_a_head_that_trains_on(base, run, backend, tmp_path, no_
     assert all(torch.equal(start.head.state_dict()[n], t) for n, t in grown.state_dict().items())
     result = train(onward, start, backend)
     assert result.step == 2 and result.last.parts[:2] == ("runs", "tiny-vocab40")
+
+
+def test_counting_elsewhere_leaves_the_recipes_rows(base, run, backend, tmp_path, no_forward, monkeypatch):
+    """--data says which tokens are frequent; what is trained on, and stored, are the run's rows."""
+    other = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "zebra zebra zebra zoo"}]}
+    (tmp_path / "other.jsonl").write_text(json.dumps(other) + "\n")
+    with pytest.warns(UserWarning, match="fewer than the draft vocabulary"):
+        got = command(
+            str(run), "--size", "40", "--out", str(tmp_path / "grown"), "--data", str(tmp_path / "other.jsonl")
+        )
+    assert got.exit_code == 0, got.output
+    ids = set(load_head(tmp_path / "grown")[0].draft_ids.tolist())
+    tokens = load_tokenizer(base.target)("zebra zebra zebra zoo", add_special_tokens=False)["input_ids"]
+    assert set(tokens[1:]) <= ids
+    onward = load_recipe(tmp_path / "grown/recipe.yaml")
+    assert onward.data.train == base.data.train
+    monkeypatch.chdir(tmp_path)
+    setup.prepare_run(onward, backend, quiet())  # its stored features are there
 
 
 @pytest.mark.parametrize(
