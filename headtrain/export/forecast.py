@@ -26,14 +26,14 @@ def _refusal(head: DraftHead, kind: str, engine: str) -> str:
 
 def lines(head: DraftHead, kind: str) -> list[str]:
     """For people: who loads it, and of each other one why not."""
+    if not type(head).dialects:
+        return [f"engines     no export of its own: {type(head).instead_of_export}"]
     found = refusals(head, kind)
     good = [name for name, why in found.items() if not why]
     reasons: dict[str, list[str]] = {}
     for name, why in found.items():
         if why:
             reasons.setdefault(why, []).append(name)
-    if not type(head).dialects:
-        return [f"engines     no export of its own: {type(head).instead_of_export}"]
     return [
         f"engines     {', '.join(good) or 'none'} will load it as it is trained",
         *(f"            not {', '.join(names)}: {why}" for why, names in reasons.items()),
