@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,10 +153,13 @@ def _write_pickle(path: Path, tensors: dict[str, Tensor]) -> None:
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
     """An empty folder to fill, which becomes ``out`` when the block ends well, in place of an earlier one; after an
-    error it is gone and ``out`` as it was. Its name, and that under which the earlier one is put aside, are nobody
-    else's: ``out.tmp`` and ``out.old`` may be the user's own."""
-    mark = uuid.uuid4().hex[:12]
-    temporary, old = (out.with_name(f".{out.name}.{mark}.{end}") for end in ("tmp", "old"))
+    error it is gone and ``out`` as it was. What a killed process left is cleared away the next time. The names are this
+    project's alone: ``out.tmp`` and ``out.old`` may be the user's own."""
+    temporary, old = (out.with_name(f".{out.name}.headtrain-{end}") for end in ("new", "old"))
+    if old.exists() and not out.exists():  # killed between the two moves
+        os.replace(old, out)
+    for left in (temporary, old):
+        shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headtrain.export import core, files
 from headtrain.export.core import export_head
 from headtrain.export.engines import ExportError, engine_table, resolve
 from headtrain.export.folder import verify_folder
@@ -342,8 +343,6 @@ def test_a_pair_that_no_version_serves_is_refused():
 
 
 def test_an_export_that_fails_leaves_the_earlier_one_and_folders_beside_it_alone(tmp_path, monkeypatch):
-    from headtrain.export import core, files
-
     checkpoint, out = cases.checkpoint(tmp_path / "c", "eagle3"), tmp_path / "out"
     for end in ("old", "tmp"):
         (tmp_path / f"out.{end}").mkdir()
@@ -370,3 +369,14 @@ def test_an_export_that_fails_leaves_the_earlier_one_and_folders_beside_it_alone
     export_head(checkpoint, "vllm", out, force=True)
     assert {p.name for p in tmp_path.iterdir()} == {"c", "out", "out.old", "out.tmp"}
     assert all((tmp_path / f"out.{end}/thesis.txt").read_text() == "mine" for end in ("old", "tmp"))
+
+
+def test_what_a_killed_export_left_is_cleared_away_and_the_earlier_one_comes_back(tmp_path):
+    checkpoint, out = cases.checkpoint(tmp_path / "c", "eagle3"), tmp_path / "out"
+    export_head(checkpoint, "vllm", out)
+    out.rename(tmp_path / ".out.headtrain-old")  # killed between the two moves
+    (tmp_path / ".out.headtrain-new").mkdir()
+    (tmp_path / ".out.headtrain-new/model.safetensors").write_bytes(b"half")
+    with pytest.raises(ExportError, match="lost"), files.staged(out):
+        raise ExportError("lost")
+    assert verify_folder(out) and {p.name for p in tmp_path.iterdir()} == {"c", "out"}
