@@ -35,7 +35,7 @@ from .data.store import FeatureStore, StoreWriter
 from .data.store_writer import ROOM
 from .data.stream import FeatureStream, produce, shard_sizes
 from .data.workers import Workers
-from .heads.catalog import HEADS, build_head, parse_head
+from .heads.catalog import HEADS, outline, parse_head
 from .metadata import TargetIdentity
 from .shift import final_count
 from .target.load import load_target
@@ -85,11 +85,10 @@ def plan_rows(recipe: Recipe, tokenizer: Any) -> dict[str, Rows]:
 
 
 def head_wants(recipe: Recipe, shape: TargetShape, weights: TargetWeights | None = None) -> Wants:
-    """What the recipe's head reads of its target. The head is built without memory: no draft vocabulary is needed.
-    Raises RecipeError where it cannot start from ``weights``."""
+    """What the recipe's head reads of its target; no draft vocabulary is needed. Raises RecipeError where it cannot
+    start from ``weights``."""
     config = parse_head(recipe.head)
-    with torch.device("meta"):
-        head = build_head(config, shape, None)
+    head = outline(config, shape)
     fitted = recipe.train.init == "induction" and recipe.train.warm_start is None
     if fitted and not head.can_copy:
         able = ", ".join(kind for kind, cls in HEADS.items() if cls.can_copy)
@@ -100,7 +99,7 @@ def head_wants(recipe: Recipe, shape: TargetShape, weights: TargetWeights | None
     if fitted and recipe.train.joint is not None:
         why = "train.init=induction is fitted before the steps, in which train.joint computes the features"
         raise RecipeError(f"{why}: give a head that was trained alone as train.warm_start, or set train.init to target")
-    if recipe.train.joint is not None and not head.dialects:
+    if recipe.train.joint is not None and head.instead_of_export:
         raise RecipeError(
             f"train.joint: a head of kind {config.kind!r} belongs into its target's own checkpoint, which the adapted "
             "target is not. Train it alone (leave train.joint out), or a head of another kind with its target"

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import yaml
 
 from .capture import Rows, plan_rows
@@ -16,7 +15,7 @@ from .data.quantize import bytes_per_token
 from .data.sources import files_below
 from .export import forecast
 from .heads.base import DraftHead
-from .heads.catalog import build_head, head_class, parse_head
+from .heads.catalog import outline, parse_head
 from .losses import chunk_values
 from .shift import pair_mask
 from .target.load import load_shape, load_tokenizer, locate
@@ -171,10 +170,7 @@ def estimate(recipe: Recipe, given: int | None = None) -> Estimate:
     are loaded. Raises RecipeError, TargetError, DataError."""
     shape = load_shape(recipe.target)
     config = parse_head(recipe.head)
-    size = head_class(config.kind).uses_draft_vocab(config, shape)
-    with torch.device("meta"):
-        head = build_head(config, shape, None if size is None else torch.arange(size))
-        engines = forecast.lines(head, config.kind)
+    head = outline(config, shape)
     wants = head.wants()
     check_depths(recipe.train.depth_schedule, wants.depth)
     rows, tokens, supervised, dropped, absent = _data(recipe, given)
@@ -190,7 +186,7 @@ def estimate(recipe: Recipe, given: int | None = None) -> Estimate:
     return Estimate(
         shape=shape,
         wants=wants,
-        engines=engines,
+        engines=forecast.lines(head),
         rows=rows,
         tokens=tokens,
         supervised=supervised,

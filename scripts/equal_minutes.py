@@ -9,9 +9,9 @@ A recipe may carry overrides of its own after a colon, parted by semicolons, and
 
 Steps come from a trial: a few optimizer steps of every stage of the depth schedule are timed, on a machine that was
 made to work for two minutes before, and the run gets as many as fill the minutes, so that the learning rate ends where
-it should. The seconds that it took are in the table. Keep
-the machine otherwise idle. Afterwards ``headtrain eval --mode stored`` replays the held-out rows (data.eval) by chains
-of --k. A finished run is not trained again, so the command can be repeated; the table is also written to OUT/table.md.
+it should. The seconds that it took are in the table. Keep the machine otherwise idle. Afterwards ``headtrain eval
+--mode stored`` replays the held-out rows (data.eval) by chains of --k. A finished run is not trained again, so the
+command can be repeated; the table is also written to OUT/table.md.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def steps_for(entry: Entry, minutes: float, out: Path, log: Path) -> int:
     depths = [stage.depth for stage in stages] or [None]
     steps = WARM_UP_STEPS + TRIAL_STEPS * len(depths)
     parts = [(WARM_UP_STEPS, depths[0]), *((TRIAL_STEPS, depth) for depth in depths)]
-    _warm_up()
     trial = [{"fraction": count / steps, "depth": depth} for count, depth in parts]
+    _warm_up()
     lines = train(
         entry,
         out / f"{entry.name}-trial",

@@ -73,8 +73,7 @@ class Maker:
         return ModelDrafter(drafter.model, self.target, plan), plan.depth
 
     def _dynamic(self, drafter: Drafter, nodes: int) -> DynamicTree:
-        usual = drafter.usual_depth if isinstance(drafter, HeadDrafter) else None
-        depth = self.tree_depth or usual or 6  # of a draft model, and of an imported head, nobody says
+        depth = self.tree_depth or drafter.usual_depth or 6  # of a draft model, and of an imported head, nobody says
         depth = min(depth, nodes)
         # as many nodes a level as the budget can keep; ten, the reference's, from 60 nodes on
         return DynamicTree(nodes, depth, self.branch or max(2, min(10, -(-nodes // depth))))

@@ -77,6 +77,7 @@ class SessionDrafter:
     draft_ids: Tensor | None = None
     max_k: int | None = None
     trained_depth: int | None = None
+    usual_depth: int | None = None  # drafted unless asked otherwise; None: nobody says
 
     def __init__(self, plan: StaticTree | DynamicTree | None = None) -> None:
         self.plan = plan

@@ -222,7 +222,7 @@ class DraftHead(nn.Module, ABC):
 
     parallel: ClassVar[bool] = False  # one step says all depths (Medusa)
     dialects: ClassVar[Mapping[str, Form]] = {}
-    instead_of_export: ClassVar[str] = ""  # what to do with a kind that no engine loads by itself
+    instead_of_export: ClassVar[str] = ""  # what to do with a part of the target's own checkpoint
 
     @classmethod
     @abstractmethod

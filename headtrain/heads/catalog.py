@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..config import RecipeError, parse
@@ -45,3 +46,11 @@ def build_head(config: HeadConfig, shape: TargetShape, draft_ids: Tensor | None)
         return head_class(config.kind)(config, shape, draft_ids)
     except ValueError as error:
         raise RecipeError(str(error)) from None
+
+
+def outline(config: HeadConfig, shape: TargetShape) -> DraftHead:
+    """A head without memory (on the meta device), with as many draft ids as it will have: for its shapes, its resolved
+    config, and what it reads."""
+    size = head_class(config.kind).uses_draft_vocab(config, shape)
+    with torch.device("meta"):
+        return build_head(config, shape, None if size is None else torch.arange(size))

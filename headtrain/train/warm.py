@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from ..config import Recipe, RecipeError
 from ..export.engines import ExportError
 from ..export.folder import recorded_head, verify_folder
 from ..heads.base import DraftHead, HeadConfig
-from ..heads.catalog import build_head, head_class
+from ..heads.catalog import head_class, outline
 from ..heads.io import FILE, load_head
 from ..heads.resize import continue_from
 from ..metadata import Metadata, TargetIdentity
@@ -107,9 +106,8 @@ def check_warm_start(
     warm: WarmStart, config: HeadConfig, shape: TargetShape, wants: Wants, identity: TargetIdentity, console: Console
 ) -> None:
     """Whether the trained head fits this target and this recipe. Raises RecipeError naming both sides."""
-    with torch.device("meta"):
-        built = build_head(config, shape, None)
-    _refuse_differences(warm.folder, warm.head.config, built.config)  # what a family decides where the recipe does not
+    # what a family decides where the recipe does not
+    _refuse_differences(warm.folder, warm.head.config, outline(config, shape).config)
     differences = warm.metadata.target.differences(identity)
     fatal = [line for line in differences if line.startswith(("target shape", "target tokenizer"))]
     if fatal:

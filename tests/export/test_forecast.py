@@ -6,23 +6,16 @@ from pathlib import Path
 
 import export_cases as cases
 import pytest
-import torch
 
 from headtrain.config import load_recipe
 from headtrain.estimate import estimate
 from headtrain.export.core import export_head
 from headtrain.export.engines import NATIVE, ExportError
 from headtrain.export.forecast import lines, refusals
-from headtrain.heads.catalog import build_head, head_class, parse_head
+from headtrain.heads.catalog import outline, parse_head
 from headtrain.heads.io import load_head
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-
-def unbuilt(config, shape):
-    size = head_class(config.kind).uses_draft_vocab(config, shape)
-    with torch.device("meta"):
-        return build_head(config, shape, None if size is None else torch.arange(size))
 
 
 @pytest.mark.parametrize("name", sorted(cases.HEADS))
@@ -30,8 +23,7 @@ def test_it_says_what_the_export_says(name, tmp_path):
     """``ENGINES_OF``: the exports that test_forms makes and reads back."""
     folder = cases.checkpoint(tmp_path / "c", name)
     config = load_head(folder)[0].config
-    with torch.device("meta"):
-        found = refusals(unbuilt(config, cases.SHAPE), config.kind)
+    found = refusals(outline(config, cases.SHAPE))
     assert [NATIVE, *(engine for engine, why in found.items() if not why)] == list(cases.ENGINES_OF[name])
     for engine, why in found.items():
         if why:
@@ -55,8 +47,7 @@ def test_it_says_what_the_export_says(name, tmp_path):
 def test_the_dry_run_names_the_engines_of_a_recipe(recipe, good, bad):
     of = load_recipe(RECIPES / f"{recipe}.yaml")
     config = parse_head(of.head)
-    with torch.device("meta"):
-        found = refusals(unbuilt(config, of.target.expect.shape()), config.kind)
+    found = refusals(outline(config, of.target.expect.shape()))
     assert [name for name, why in found.items() if not why] == good
     for engine, why in bad.items():
         assert why in found[engine]
@@ -67,6 +58,5 @@ def test_the_dry_run_names_the_engines_of_a_recipe(recipe, good, bad):
 def test_a_checkpoints_own_module_is_stitched():
     of = load_recipe(RECIPES / "mimo-7b-mtp.yaml")
     config = parse_head(of.head)
-    with torch.device("meta"):
-        said = lines(unbuilt(config, of.target.expect.shape()), config.kind)
+    said = lines(outline(config, of.target.expect.shape()))
     assert len(said) == 1 and "headtrain stitch" in said[0]

@@ -12,7 +12,7 @@ from reference_recurrent import ahead, judged, raw
 from transformers.modeling_layers import MtpModel
 
 from headtrain.capture import capture, head_wants
-from headtrain.config import RecipeError, TargetSection, parse
+from headtrain.config import Recipe, RecipeError, TargetSection, parse
 from headtrain.heads.catalog import build_head, parse_head
 from headtrain.heads.mtp_families import by_file_name, family_of
 from headtrain.shift import pair_mask
@@ -322,8 +322,6 @@ def test_a_checkpoint_without_its_module_stops_before_anything_is_captured(tmp_p
     config = (tmp_path / "whole" / "config.json").read_text()
     (tmp_path / "saved again" / "config.json").write_text(config)
     (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    from headtrain.config import Recipe
-
     recipe = parse(
         Recipe,
         {
@@ -343,8 +341,6 @@ def test_a_checkpoint_without_its_module_stops_before_anything_is_captured(tmp_p
 
 def test_joint_training_is_refused():
     """The adapted target is not the checkpoint that the module belongs into."""
-    from headtrain.config import Recipe
-
     recipe = Recipe(
         name="x",
         target={"path": "x"},
